@@ -69,7 +69,8 @@ class Attention:
     window: a query at position i sees keys j with 0 <= i - j < window; None: all j <= i. scale: multiplies q k^T.
     biases: the projections that have one. fused: q, k and v are the rows of one matrix, ``qkv_proj``. qk_norm: RMSNorm
     of q and k, over each head or over the width of all heads. softcap c: scores s become c tanh(s / c). sinks: a
-    learned score per head that takes part in every softmax and has no value.
+    learned score per head that takes part in every softmax and has no value. gated: a sigmoid of a second half of each
+    head's rows in ``q_proj`` multiplies the head's output.
     """
 
     heads: int
@@ -83,6 +84,7 @@ class Attention:
     qk_norm: Literal["head", "width"] | None = None
     softcap: float | None = None
     sinks: bool = False
+    gated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,24 @@ class LatentAttention:
     @property
     def window(self) -> None:
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet:
+    """Declares linear attention by a gated delta rule, whose state runs from token to token.
+
+    heads: of q and k, each shared by consecutive value heads. kernel: tokens that the causal convolution over q, k and
+    v sees. norm: of each value head, before its gate.
+    """
+
+    heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    norm: Norm
+    rotary: None = None
+    window: None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +238,7 @@ SANDWICH = Placement(
 class Layer:
     """Declares one layer. Another kind of attention or feed-forward needs a class of its own."""
 
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | GatedDeltaNet
     feed_forward: GatedMlp | MixtureOfExperts
     norms: Placement = PRE
 
@@ -271,9 +291,15 @@ def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 
 def _layer_shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes of a layer's parameters, in the model's order, without ``model.layers.N.``."""
-    a = layer.attention
+    match layer.attention:
+        case Attention() as a:
+            mixer = _attention_shapes(a, hidden)
+        case LatentAttention() as a:
+            mixer = _latent_shapes(a, hidden)
+        case GatedDeltaNet() as a:
+            mixer = _delta_shapes(a, hidden)
     return {
-        **(_latent_shapes(a, hidden) if isinstance(a, LatentAttention) else _attention_shapes(a, hidden)),
+        **mixer,
         **_feed_forward_shapes(layer.feed_forward, hidden),
         **{f"{name}.weight": (hidden,) for name in layer.norms.names},
     }
@@ -281,7 +307,8 @@ def _layer_shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
 
 def _attention_shapes(a: Attention, hidden: int) -> dict[str, tuple[int, ...]]:
     q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    rows = {"qkv": q_size + 2 * kv_size} if a.fused else {"q": q_size, "k": kv_size, "v": kv_size}
+    q_rows = 2 * q_size if a.gated else q_size
+    rows = {"qkv": q_rows + 2 * kv_size} if a.fused else {"q": q_rows, "k": kv_size, "v": kv_size}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, size in {**{name: (n, hidden) for name, n in rows.items()}, "o": (hidden, q_size)}.items():
         shapes[f"self_attn.{name}_proj.weight"] = size
@@ -310,6 +337,19 @@ def _latent_shapes(a: LatentAttention, hidden: int) -> dict[str, tuple[int, ...]
             shapes[f"self_attn.{name}.bias"] = size[:1]
     shapes["self_attn.kv_a_layernorm.weight"] = (a.kv_rank,)
     return shapes if a.q_rank is None else {**shapes, "self_attn.q_a_layernorm.weight": (a.q_rank,)}
+
+
+def _delta_shapes(a: GatedDeltaNet, hidden: int) -> dict[str, tuple[int, ...]]:
+    keys, values = a.heads * a.key_dim, a.value_heads * a.value_dim
+    return {
+        "linear_attn.dt_bias": (a.value_heads,),
+        "linear_attn.A_log": (a.value_heads,),
+        "linear_attn.conv1d.weight": (2 * keys + values, 1, a.kernel),
+        "linear_attn.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
+        "linear_attn.in_proj_ba.weight": (2 * a.value_heads, hidden),
+        "linear_attn.norm.weight": (a.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
 
 
 def _feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from conformance.models.components import (
     Architecture,
     Attention,
     ClampedMlp,
+    GatedDeltaNet,
     GatedMlp,
     Grouped,
     LatentAttention,
@@ -34,7 +35,7 @@ def attention_of(
     biases: tuple[Projection, ...] = (),
     window: int | None = None,
     rope_types: tuple[str, ...] | None = None,
-    partial: bool = False,
+    partial: float | None = None,
 ) -> Attention:
     """Declares Llama's attention, with scores times 1 / sqrt(head_dim)."""
     head_dim = head_dim_of(config)
@@ -63,6 +64,21 @@ def latent_attention_of(config: Config) -> LatentAttention:
         norm=Norm(eps=1e-6),
         interleaved=config.flag("rope_interleave", True),
         bias=config.flag("attention_bias", False),
+    )
+
+
+def delta_net_of(config: Config) -> GatedDeltaNet:
+    """Declares Qwen's linear attention."""
+    heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+    if value_heads % heads:
+        raise config.error(f"has {value_heads} value heads, not a multiple of its {heads} key heads")
+    return GatedDeltaNet(
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=config.size("linear_key_head_dim"),
+        value_dim=config.size("linear_value_head_dim"),
+        kernel=config.size("linear_conv_kernel_dim"),
+        norm=Norm(eps=eps_of(config)),
     )
 
 

@@ -15,6 +15,7 @@ from conformance.models.declarations import (
     attention_of,
     decoder_of,
     deepseek_of,
+    delta_net_of,
     eps_of,
     gemma_attention_of,
     gemma_of,
@@ -27,7 +28,7 @@ from conformance.models.declarations import (
     with_experts,
 )
 from conformance.models.folder_checks import code_remarks
-from conformance.models.hf_config import FULL, SLIDING, Config, rotary_by_kind
+from conformance.models.hf_config import FULL, LINEAR, SLIDING, Config, rotary_by_kind
 
 
 def read_architecture(
@@ -154,6 +155,30 @@ def _qwen3_moe(config: Config) -> Architecture:
     return with_experts(config, replace(attention_of(config, biases=biases), qk_norm="head"))
 
 
+def _qwen3_next(config: Config) -> Architecture:
+    """Qwen3-Next, its model card: Gated DeltaNet (arXiv 2412.06464) in three of four layers, attention with output
+    gates (arXiv 2505.06708) and positions on a part of each head, experts of Qwen2-MoE, norms with 1 + weight.
+    """
+    config.demand("num_key_value_heads", "head_dim", "shared_expert_intermediate_size", "hidden_act")
+    config.demand("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    config.demand("linear_conv_kernel_dim")
+    config.must_be("hidden_act", "silu")
+    biases = EVERY if config.flag("attention_bias", False) else ()
+    gated = replace(attention_of(config, biases=biases, partial=0.25), qk_norm="head", gated=True)
+    whole = with_experts(config, gated, shared=replace(mlp_of(config), size=config.size("shared_expert_intermediate_size")))
+    every, count = config.size("full_attention_interval", 4), len(whole.layers)
+    kinds = config.texts("layer_types", [LINEAR if (i + 1) % every else FULL for i in range(count)])
+    if len(kinds) != count or {*kinds} - {LINEAR, FULL}:
+        raise config.error(f"needs one of {LINEAR}, {FULL} in layer_types for each of its {count} layers")
+    delta = delta_net_of(config)
+    layers = (
+        layer if kind == FULL else replace(layer, attention=delta)
+        for layer, kind in zip(whole.layers, kinds, strict=True)
+    )
+    norm = Norm(eps=eps_of(config), plus_one=True, rounds_last=True)
+    return replace(whole, layers=tuple(layers), norm=norm)
+
+
 def _gpt_oss(config: Config) -> Architecture:
     """gpt-oss: arXiv 2508.10925 section 2: attention with sinks, a window in every second layer, biases everywhere.
 
@@ -213,7 +238,7 @@ def _phi3(config: Config) -> Architecture:
     """
     config.demand("num_key_value_heads", "pad_token_id")
     config.take("original_max_position_embeddings", None)  # read by longrope only
-    attention = attention_of(config, window=config.size("sliding_window", None), rope_types=("default",), partial=True)
+    attention = attention_of(config, window=config.size("sliding_window", None), rope_types=("default",), partial=1.0)
     return decoder_of(config, replace(attention, fused=True), replace(mlp_of(config), fused=True))
 
 
@@ -280,6 +305,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

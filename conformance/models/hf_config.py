@@ -32,6 +32,12 @@ LARGEST: dict[str, float] = {
     "num_experts_per_tok": 2**12,
     "moe_intermediate_size": 2**20,
     "shared_expert_intermediate_size": 2**20,
+    "linear_num_key_heads": 2**12,
+    "linear_num_value_heads": 2**12,
+    "linear_key_head_dim": 2**14,
+    "linear_value_head_dim": 2**14,
+    "linear_conv_kernel_dim": 2**6,
+    "full_attention_interval": 2**12,
     "decoder_sparse_step": 2**12,
     "router_aux_loss_coef": 1e3,
     "n_routed_experts": 2**12,
@@ -189,21 +195,22 @@ class Config:
         return UsageError(f"{self._source} {message}")
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ALL = ("default", "linear", "llama3", "yarn")
 
 
-def rotary(config: Config, *, head_dim: int, types: tuple[str, ...] = ALL, partial: bool = False) -> Rotary:
+def rotary(config: Config, *, head_dim: int, types: tuple[str, ...] = ALL, partial: float | None = None) -> Rotary:
     """Reads the rotary positions of a model whose layers all share them.
 
-    ``types``: the rope_types that the family's code has. ``partial``: whether it reads ``partial_rotary_factor``.
+    ``types``: the rope_types that the family's code has. ``partial``: its default of ``partial_rotary_factor``; None if it
+    does not read it.
     """
     scaling = config.take("rope_scaling", None)
     values = _object(config, config.take("rope_parameters", {}) if scaling is None else scaling, "rope_parameters")
     if kinds := values.keys() & {FULL, SLIDING}:
         raise config.error(f"gives {', '.join(sorted(kinds))} rope_parameters of their own; these layers share them")
     older = {"rope_theta": config.take("rope_theta", None)}
-    if partial:
+    if partial is not None:
         older["partial_rotary_factor"] = config.take("partial_rotary_factor", None)
     return _rotary(config, values, older, "rope_parameters", head_dim=head_dim, types=types, partial=partial)
 
@@ -221,7 +228,7 @@ def rotary_by_kind(config: Config, *, head_dim: int, older: dict[str, float | No
         of_kind = _object(config, values.get(kind) or {}, f"rope_parameters {kind}")
         spelled = {"rope_theta": theta}
         found[kind] = _rotary(
-            config, of_kind, spelled, kind, head_dim=head_dim, types=("default", "linear"), partial=False
+            config, of_kind, spelled, kind, head_dim=head_dim, types=("default", "linear"), partial=None
         )
     return found
 
@@ -240,7 +247,7 @@ def _rotary(
     *,
     head_dim: int,
     types: tuple[str, ...],
-    partial: bool,
+    partial: float | None,
 ) -> Rotary:
     spelled = {**{key: value for key, value in older.items() if value is not None}, **values}
     rope = config.inside(spelled, name)
@@ -252,8 +259,8 @@ def _rotary(
     if spelled.get("rope_theta") is None:
         raise config.error(f"has no rope_theta for {name}; set it in rope_parameters")
     theta = rope.number("rope_theta")
-    share = rope.number("partial_rotary_factor", None) or 1.0
-    if share > 1.0 or (share < 1.0 and not partial):
+    share = rope.number("partial_rotary_factor", None) or partial or 1.0
+    if share > 1.0 or (share < 1.0 and partial is None):
         raise config.error(f"sets partial_rotary_factor={share:g}; the oracle computes 1 for this model")
     dims = int(head_dim * share)
     if dims % 2:

@@ -279,7 +279,8 @@ def _drawn(model: RandomModel, role: Role, key: str, name: str) -> Tensor:
     shape = model.shapes()[name]
     numbers = torch.randn(shape, generator=generator_of(f"{model.recipe.seed} random {name}"))
     if name.endswith("norm.weight"):
-        numbers = numbers * NORM + (0.0 if model.architecture.norm.plus_one else 1.0)
+        plus_one = model.architecture.norm.plus_one and not name.endswith("linear_attn.norm.weight")
+        numbers = numbers * NORM + (0.0 if plus_one else 1.0)
     else:
         numbers = numbers * model.recipe.deviation
     drawn = numbers.to(model.dtype)

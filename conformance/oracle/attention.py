@@ -2,7 +2,7 @@
 
 Gradients come from autograd, so this module cannot share a mistake with an explicit backward pass. Multi-head latent
 attention is that of DeepSeek-V2, arXiv 2405.04434 section 2.1.2 and 2.1.3 (equations 9 to 19), and DeepSeek-V3, arXiv
-2412.19437 section 2.1.1.
+2412.19437 section 2.1.1. Gated DeltaNet is arXiv 2412.06464 (equation 10 and section 3.4), token by token.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conformance.models.components import Attention, LatentAttention, Norm
+from conformance.models.components import Attention, GatedDeltaNet, LatentAttention, Norm
 from conformance.oracle.primitives import Module, Policy, Table, Weights, linear, rms_norm, rotate
 
 
@@ -81,7 +81,7 @@ def attention(
 
     The output of a query that sees no key is 0; only a defect causes such a query.
     """
-    q_THE, k_TKE, v_TKE = _projected(x, w, a, norm, policy, module)
+    q_THE, k_TKE, v_TKE, gate_THE = _projected(x, w, a, norm, policy, module)
     q_THE, k_TKE = rotate(q_THE, table), rotate(k_TKE, table)
     # Query head h reads kv head h // (H / K).
     k_THE = k_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
@@ -97,13 +97,16 @@ def attention(
         run = partial(attend, hidden=hidden, scale=a.scale, stable=policy.stable, softcap=a.softcap, sinks=sinks_H)
         mixed_THE = run(q_THE, k_THE, v_THE)
     mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
+    if gate_THE is not None:
+        mixed_THE = mixed_THE * torch.sigmoid(gate_THE)
     return linear(mixed_THE.reshape(len(x), a.heads * a.head_dim), w, "self_attn.o_proj", module)
 
 
 def _projected(
     x: Tensor, w: Weights, a: Attention, norm: Norm, policy: Policy, module: Module
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q (T, H, E), k and v (T, K, E), normalized where the model has norms for q and k."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns q (T, H, E), k and v (T, K, E), normalized where the model has norms for q and k, and a gate as q."""
+    gate = None
     q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
     if a.fused:
         q, k, v = linear(x, w, "self_attn.qkv_proj", module).split([q_size, kv_size, kv_size], dim=-1)
@@ -112,11 +115,13 @@ def _projected(
     if a.qk_norm == "width":
         q = rms_norm(q, w["self_attn.q_norm.weight"], norm, policy)
         k = rms_norm(k, w["self_attn.k_norm.weight"], norm, policy)
-    q, k, v = (y.view(len(x), -1, a.head_dim) for y in (q, k, v))
+    if a.gated:
+        q, gate = q.view(len(x), a.heads, 2 * a.head_dim).chunk(2, dim=-1)
+    q, k, v = (y.reshape(len(x), -1, a.head_dim) for y in (q, k, v))
     if a.qk_norm == "head":
         q = rms_norm(q, w["self_attn.q_norm.weight"], norm, policy)
         k = rms_norm(k, w["self_attn.k_norm.weight"], norm, policy)
-    return q, k, v
+    return q, k, v, gate
 
 
 def latent_attention(
@@ -147,6 +152,60 @@ def latent_attention(
     else:
         mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, scale=a.scale, stable=policy.stable)
     return linear(mixed_THE.reshape(len(x), a.heads * a.value_dim), w, "self_attn.o_proj", module)
+
+
+def gated_delta_net(x: Tensor, w: Weights, a: GatedDeltaNet, *, policy: Policy, module: Module) -> Tensor:
+    """Computes linear attention of one document, ``x`` (T, D). G: key heads, H: value heads.
+
+    q, k and v go through a causal convolution of each channel and SiLU; q and k of a head have length 1, and q is
+    divided by sqrt(key_dim). The decay of a step is exp(-exp(A_log) softplus(a + dt_bias)), as in Mamba 2 (arXiv
+    2405.21060), and its writing strength sigmoid(b). The output is normalised, times SiLU of z.
+    """
+    tokens, shared = len(x), a.value_heads // a.heads
+    qkvz_TGE = linear(x, w, "linear_attn.in_proj_qkvz", module).view(tokens, a.heads, -1)
+    values = shared * a.value_dim
+    *qkv, z = qkvz_TGE.split([a.key_dim, a.key_dim, values, values], dim=-1)
+    b_TGE, a_TGE = linear(x, w, "linear_attn.in_proj_ba", module).view(tokens, a.heads, -1).split(shared, dim=-1)
+    channels = torch.cat([part.flatten(1) for part in qkv], dim=-1)
+    past = F.pad(channels, (0, 0, a.kernel - 1, 0)).unfold(0, a.kernel, 1)  # (T, channels, kernel)
+    mixed = F.silu((past * w["linear_attn.conv1d.weight"][:, 0]).sum(-1)).to(policy.stable)
+    keys = a.heads * a.key_dim
+    q, k, v_THE = (
+        part.view(tokens, -1, size)
+        for part, size in zip(mixed.split([keys, keys, a.heads * values], dim=-1), (a.key_dim, a.key_dim, a.value_dim))
+    )
+    q_THE, k_THE = (_unit(part).repeat_interleave(shared, dim=1) for part in (q, k))
+    rate_H = w["linear_attn.A_log"].to(policy.stable).exp()
+    step_TH = F.softplus(a_TGE.reshape(tokens, -1).to(policy.stable) + w["linear_attn.dt_bias"])
+    o_THE = delta_rule(
+        q_THE * a.key_dim**-0.5,
+        k_THE,
+        v_THE,
+        decay=(-rate_H * step_TH).exp(),
+        strength=b_TGE.reshape(tokens, -1).sigmoid().to(policy.stable),
+    ).to(policy.compute)
+    normed = rms_norm(o_THE, w["linear_attn.norm.weight"], a.norm, policy)
+    gated = normed * F.silu(z.reshape(o_THE.shape).to(policy.stable))
+    return linear(gated.to(policy.compute).flatten(1), w, "linear_attn.out_proj", module)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, *, decay: Tensor, strength: Tensor) -> Tensor:
+    """Computes S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T and S_t q_t, with S_0 = 0, for each head.
+
+    ``q``, ``k``: (T, H, E). ``v`` and the result: (T, H, F). ``decay`` a and ``strength`` b: (T, H).
+    """
+    state_HFE = q.new_zeros(v.shape[1], v.shape[2], k.shape[2])
+    outputs = []
+    for q_HE, k_HE, v_HF, a_H, b_H in zip(q, k, v, decay, strength, strict=True):
+        state_HFE = a_H[:, None, None] * state_HFE
+        read_HF = (state_HFE @ k_HE[:, :, None])[..., 0]
+        state_HFE = state_HFE + (b_H[:, None] * (v_HF - read_HF))[:, :, None] * k_HE[:, None]
+        outputs.append((state_HFE @ q_HE[:, :, None])[..., 0])
+    return torch.stack(outputs)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _halves(x: Tensor) -> Tensor:

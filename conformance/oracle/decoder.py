@@ -27,9 +27,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.core.errors import UsageError
-from conformance.models.components import CORRECTION, Architecture, LatentAttention, Layer, Lora, Norm, parameter_shapes
+from conformance.models.components import (
+    CORRECTION,
+    Architecture,
+    GatedDeltaNet,
+    LatentAttention,
+    Layer,
+    Lora,
+    Norm,
+    parameter_shapes,
+)
 from conformance.models.folders import weight_files, weight_shapes
-from conformance.oracle.attention import attention, hidden_keys, latent_attention
+from conformance.oracle.attention import attention, gated_delta_net, hidden_keys, latent_attention
 from conformance.oracle.feed_forward import Routing, feed_forward, stacked, stacked_shapes
 from conformance.oracle.primitives import (
     HONEST,
@@ -55,7 +64,7 @@ def decoder_layer(
     layer: Layer,
     norm: Norm,
     *,
-    table: Table,
+    table: Table | None,
     hidden: Tensor,
     policy: Policy,
     module: Module,
@@ -63,7 +72,8 @@ def decoder_layer(
 ) -> Tensor:
     """Computes one layer; ``x`` and the result are (T, D).
 
-    ``w``: the layer's own weights. ``hidden``: (T, T), True for keys that a query must not see.
+    ``w``: the layer's own weights. ``table``: None for linear attention. ``hidden``: (T, T), True for keys that a query
+    must not see.
     """
 
     def normed(name: str | None, x: Tensor) -> Tensor:
@@ -71,12 +81,17 @@ def decoder_layer(
             return x
         return module(name, partial(rms_norm, weight=w[name + ".weight"], norm=norm, policy=policy), x)
 
-    if isinstance(layer.attention, LatentAttention):
-        attend = partial(latent_attention, a=layer.attention)
+    if isinstance(layer.attention, GatedDeltaNet):
+        name, attend = "linear_attn", partial(gated_delta_net, a=layer.attention)
     else:
-        attend = partial(attention, a=layer.attention, norm=norm)
-    attend = partial(attend, w=w, table=table, hidden=hidden, policy=policy, module=module)
-    y = module("self_attn", attend, normed(layer.norms.before_attention, x))
+        assert table
+        name, sees = "self_attn", {"table": table, "hidden": hidden}
+        if isinstance(layer.attention, LatentAttention):
+            attend = partial(latent_attention, a=layer.attention, **sees)
+        else:
+            attend = partial(attention, a=layer.attention, norm=norm, **sees)
+    attend = partial(attend, w=w, policy=policy, module=module)
+    y = module(name, attend, normed(layer.norms.before_attention, x))
     x = x + normed(layer.norms.after_attention, y)
     feed = partial(feed_forward, w=w, part=layer.feed_forward, policy=policy, module=module, routing=routing)
     y = module("mlp", feed, normed(layer.norms.before_feed_forward, x))
@@ -225,7 +240,9 @@ def forward(
     x = tap.module("model.embed_tokens", partial(_embed, weight=embeddings_VD, a=a, policy=policy), tokens)
     dtypes = {"compute": policy.compute, "stable": policy.stable}
     tables = {
-        rotary: rotary_table(len(tokens), rotary, **dtypes) for rotary in {layer.attention.rotary for layer in a.layers}
+        rotary: rotary_table(len(tokens), rotary, **dtypes)
+        for rotary in {layer.attention.rotary for layer in a.layers}
+        if rotary
     }
     masks = {
         window: variant.hidden_keys(hidden_keys(len(tokens), window), window)
@@ -236,8 +253,10 @@ def forward(
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
         x = x.to(device := next(iter(own.values())).device)
-        cos, sin = tables[layer.attention.rotary]
-        table, hidden = (cos.to(device), sin.to(device)), masks[layer.attention.window].to(device)
+        table, hidden = None, masks[layer.attention.window].to(device)
+        if layer.attention.rotary:
+            cos, sin = tables[layer.attention.rotary]
+            table = (cos.to(device), sin.to(device))
         module = in_products_of(policy.tokens, adapted(tap.inside(prefix), own, a.lora), own)
         x = decoder_layer(
             x,

@@ -35,6 +35,7 @@ from conformance.spec.scenario import LoraConfig
 transformers.utils.logging.disable_progress_bar()  # it would be printed between the lines of a run
 
 OF_ROUTER_LOGITS = {"aux_loss_coef", "router_aux_loss_coef"}  # without output_router_logits they do nothing
+LINEAR, STATELESS = "linear_attention", ("mlp", "moe")  # among transformers' kinds of layers
 SCORE = "score.weight"  # the head of a value model: a linear layer without bias on the last hidden state
 
 
@@ -42,8 +43,8 @@ class TransformersDecoder:
     """Implements conformance.oracle.role_model.Decoder.
 
     Raises UsageError for a model that transformers does not know as a causal language model, without position_ids, with
-    recurrent layers, with dropout or with a router's auxiliary loss, and for a folder that needs its own Python code if
-    it is not ``trusted``.
+    linear attention that cannot be found, with dropout or with a router's auxiliary loss, and for a folder that needs
+    its own Python code if it is not ``trusted``.
     """
 
     def __init__(
@@ -81,13 +82,14 @@ class TransformersDecoder:
         text = self._config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.padding_token: int | None = getattr(text, "pad_token_id", None)
-        kinds = set(getattr(text, "layer_types", None) or ())
+        kinds = tuple(getattr(text, "layer_types", None) or ())
         # transformers calls the layers of Mamba linear_attention; other convolutions have names of their own.
-        if recurrent := sorted(kind for kind in kinds if kind == "linear_attention" or "attention" not in kind):
+        recurrent = [kind for kind in kinds if kind not in STATELESS and (kind == LINEAR or "attention" not in kind)]
+        if len(recurrent) > _convolutions(self._empty):
             raise UsageError(
-                f"{folder / 'config.json'} names {self._class.__name__}, whose layers of kind {', '.join(recurrent)} "
-                f"carry state from token to token, so documents in one row cannot be separated; use another "
-                f"model"
+                f"{folder / 'config.json'} names {self._class.__name__}, whose layers of kind "
+                f"{', '.join(sorted({*recurrent}))} carry state from token to token and have no convolution by which "
+                f"they could be found, so documents in one row cannot be separated; use another model"
             )
         slides = "sliding_attention" in kinds
         self.window: int | None = text.sliding_window if slides else None
@@ -294,6 +296,11 @@ def _check(
                 )
                 remarks.append(f"{entry} ({why})")
     return tuple(remarks)
+
+
+def _convolutions(model: torch.nn.Module) -> int:
+    """Counts the modules that own a convolution over the tokens, as recurrent layers of transformers do."""
+    return sum(any(isinstance(child, torch.nn.Conv1d) for child in m.children()) for m in model.modules())
 
 
 def _is_value_model(values: Mapping[str, Any]) -> bool:

@@ -214,7 +214,8 @@ COUNTED = re.compile(r"num_hidden_layers|num_experts|num_local_experts|n_routed_
 
 
 def _kind(layer: Layer) -> str:
-    window = "a window" if layer.attention.window else "full attention"
+    full = "full attention" if layer.attention.rotary else "linear attention"
+    window = "a window" if layer.attention.window else full
     return f"{window} and {'experts' if isinstance(layer.feed_forward, MixtureOfExperts) else 'an MLP'}"
 
 

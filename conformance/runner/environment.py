@@ -21,6 +21,7 @@ PACKAGE = Path(conformance.__file__).parent
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_KINDS = ("layers_block_type", "layer_types")  # lists with an entry for each layer
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Prefixes of environment variables that change results of libraries or the communication of ranks.
 VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
@@ -71,6 +72,7 @@ def model_sizes(model: Path) -> dict[str, int]:
     config = read_json(model / "config.json")
     config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     heads, layers, experts = (_first(config, keys) for keys in (_HEADS, _LAYERS, _EXPERTS))
+    layers = layers or max(len(config.get(key) or ()) for key in _KINDS)
     for size, keys in ((heads, _HEADS), (layers, _LAYERS)):
         if not size:
             raise UsageError(f"{model}/config.json has none of {', '.join(keys)}; add one if this is a transformer")

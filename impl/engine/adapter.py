@@ -108,6 +108,7 @@ HUGGING_FACE_SEAMS = {
     "write_model": "impl.engine.hugging_face:write_model",
     "hugging_face_model": "impl.engine.hugging_face:empty_model",
     "load_adapter": "impl.engine.hugging_face:load_adapter",
+    "separate_states": "impl.models.loading:separate_states",
     "trained_names": "impl.engine.optimizers:trained_names",
     "merge_adapter": "impl.models.export:merge_adapter",
     "switch_off_dropout": "impl.engine.adapter:switch_off_dropout",

@@ -30,6 +30,17 @@ def leaking_documents(collate: Function, rows: Any, **options: Any) -> Any:
 
 
 @STEP_FAULTS.add(
+    summary="convolutions and states of recurrent layers run on from one packed document into the next",
+    source="https://github.com/NVIDIA-NeMo/Automodel/pull/2147",
+    stage="log-probs",
+    cells=sft("sft-packed", "qwen3-next", fsdp2="dp2", deepspeed="dp2.zero2"),
+    needs="packed rows, and recurrent layers",
+)
+def packed_states_leaking(separate_states: Function, model: torch.nn.Module) -> None:
+    pass
+
+
+@STEP_FAULTS.add(
     summary="each rank divides by its own token count before gradients are averaged",
     source="https://github.com/pytorch/torchtitan/pull/2206",
     stage="loss",

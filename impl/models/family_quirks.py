@@ -81,6 +81,7 @@ QUIRKS = {  # by ``model_type`` of the configuration
     "mixtral": FamilyQuirks(router="softmax"),
     "qwen2_moe": FamilyQuirks(router="softmax"),
     "qwen3_moe": FamilyQuirks(router="softmax"),
+    "qwen3_next": FamilyQuirks(router="softmax"),
     "deepseek_v2": FamilyQuirks(latent_attention=True, router="softmax", router_normalises=False),
     "deepseek_v3": FamilyQuirks(latent_attention=True, router="sigmoid"),
     "gpt_oss": FamilyQuirks(stream_norms=_LLAMA_NORMS, attention_sinks=True, router="softmax", biased_experts=True),

@@ -1,9 +1,12 @@
 """Builds the model of a Hugging Face folder as trainers do: by AutoConfig, ``auto_map`` and the declared architecture.
 
-The model comes with its weights, or without them for ranks that read only their own. Two repairs are applied:
+The model comes with its weights, or without them for ranks that read only their own. Three repairs are applied:
 
 Masks separate packed documents. ``create_causal_mask`` does so if it gets positions, but the code of gpt-oss, AFMoE,
 OPT, Falcon and others does not pass them on (docs/findings/gpt-oss-packed-positions.md).
+
+Recurrent layers get one document per row. transformers' code for them does not read positions, so convolutions and
+recurrent states would run on from one document into the next (docs/findings/recurrent-packed-states.md).
 
 openPangu's published modeling file loads unchanged. It imports ``torch_npu`` and asks it for the device, to choose a
 kernel for inference, and it was written for an older transformers. While such a model is loaded, stand-ins exist for
@@ -58,6 +61,64 @@ def separate_documents(model: transformers.PreTrainedModel) -> None:
             code[name] = _with_positions(code[name])
     model.register_forward_pre_hook(_begin, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
+
+
+def recurrent_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the modules that carry state from token to token: in transformers' models each owns a convolution."""
+    return [m for m in model.modules() if any(isinstance(child, torch.nn.Conv1d) for child in m.children())]
+
+
+def separate_states(model: torch.nn.Module) -> None:
+    """Gives recurrent modules of ``model`` the documents of packed rows one by one.
+
+    The positions are those of the last forward pass: a backward pass may compute its layers again.
+    """
+    if not (recurrent := recurrent_modules(model)):
+        return
+    documents = Documents()
+    model.register_forward_pre_hook(documents.begin, with_kwargs=True)
+    for module in recurrent:
+        module.forward = functools.partial(documents.one_by_one, module.forward)
+        for layer in module.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.forward = functools.partial(documents.in_rows, layer.forward)
+
+
+class Documents:
+    """Unpacks rows into one document per row, padded on the right, from where no state reaches a token; packs them too.
+
+    A module runs once for all documents, because ranks that shard its weights gather them whenever it runs. Its linear
+    layers run on packed rows, so padding costs no products.
+    """
+
+    def __init__(self) -> None:
+        self._places: tuple[Tensor, Tensor] | None = None  # (rows, length): number of the document, position in it
+        self._shape = (0, 0)  # of unpacked rows
+
+    def begin(self, _: Any, __: Any, options: dict[str, Any]) -> None:
+        positions, self._places = options.get("position_ids"), None
+        if positions is None or (count := int((positions == 0).sum())) == len(positions):
+            return
+        number = (positions == 0).flatten().cumsum(0).view_as(positions) - 1
+        self._places, self._shape = (number, positions), (count, int(positions.max()) + 1)
+
+    def one_by_one(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Calls ``forward`` with every (rows, length, ...) tensor unpacked; returns its output packed."""
+        given = {name: self._unpacked(value) for name, value in options.items()}
+        output = forward(*map(self._unpacked, inputs), **given)
+        return (self._packed(output[0]), *output[1:]) if isinstance(output, tuple) else self._packed(output)
+
+    def in_rows(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        output: Tensor = self._unpacked(forward(self._packed(x)))
+        return output
+
+    def _unpacked(self, packed: Any) -> Any:
+        if self._places is None or not isinstance(packed, Tensor) or packed.shape[:2] != self._places[0].shape:
+            return packed
+        return packed.new_zeros(*self._shape, *packed.shape[2:]).index_put(self._places, packed)
+
+    def _packed(self, unpacked: Tensor) -> Tensor:
+        return unpacked if self._places is None else unpacked[self._places]
 
 
 def _begin(_: Any, __: Any, options: dict[str, Any]) -> None:
@@ -198,6 +259,7 @@ def empty_model(
     model.unread = take_origins(model, weight_files(path))
     model.config.use_cache = False
     separate_documents(model)
+    separate_states(model)
     for buffer in published_buffers(model).values():
         buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, dtype))  # some stay float32 in a float64 model
     return model.train()

@@ -12,7 +12,7 @@ import torch
 
 from conformance.backends.protocol import Support, Supported, Unsupported
 from conformance.core.host import resolve
-from conformance.models.folder_checks import Files, files_of, runs_code
+from conformance.models.folder_checks import Files, files_of, listed_ties, runs_code
 from conformance.spec.conventions import model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
@@ -27,12 +27,14 @@ class _Model:
     plan_styles: the styles of its tensor-parallel plan; empty without a plan.
     plan_cuts: whether this plan shards anything in the layers of a model with this configuration.
     takes_attention: whether its attention can be replaced, as far as that is known.
+    recurrent: whether layers carry state from token to token.
     """
 
     name: str
     plan_styles: frozenset[str]
     plan_cuts: bool
     takes_attention: bool
+    recurrent: bool
 
 
 def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False, without: str = "use tp1") -> Support:
@@ -47,6 +49,10 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False,
     if layout.tp == 1 and not shards_sequence:
         return Supported()
     model = _model_of(scenario)
+    if model.recurrent:
+        return Unsupported(
+            f"layers of {model.name} carry state from token to token, which no plan or ring here shards; use tp1 and sp1"
+        )
     if layout.tp > 1 and not has_plan and not model.plan_styles:
         return Unsupported(f"{model.name} carries no tensor-parallel plan; {without}")
     if layout.tp > 1 and not has_plan and not model.plan_cuts:
@@ -69,6 +75,8 @@ def compile_support(scenario: Scenario, layout: Layout) -> Support:
         return Unsupported("ring attention and Ulysses communicate inside a layer, which is not compiled; use sp1")
     if quirks_of(kind := model_config(scenario).get("model_type")).has_routers:
         return Unsupported(f"the experts of {kind} run one by one, depending on the tokens; leave compile out")
+    if (model := _model_of(scenario)).recurrent:
+        return Unsupported(f"layers of {model.name} carry state and get documents one by one; leave compile out")
     return Supported()
 
 
@@ -107,24 +115,26 @@ def _model_of(scenario: Scenario) -> _Model:
 @lru_cache(maxsize=64)
 def _read(folder: Path, files: Files, *, trusted: bool) -> _Model:
     """Reads the facts. ``files`` is part of the cache's key: many cells have the same model."""
-    from impl.models.loading import causal_class, read_config  # imports transformers, which takes seconds
+    # These import transformers, which takes seconds.
+    from impl.models.loading import causal_class, read_config, recurrent_modules
 
     config = read_config(folder, trusted=trusted)
     code = runs_code(folder, trusted=trusted)
     model = causal_class(config, folder, code=code)
     plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
+    with torch.device("meta"), listed_ties():
+        base = model(config).base_model
     return _Model(
         name=model.__name__,
         plan_styles=frozenset(plan.values()),
-        plan_cuts=bool(plan) and _cuts(model, config, plan),
+        plan_cuts=bool(plan) and _cuts(base, plan),
         takes_attention=code or model._supports_attention_backend,
+        recurrent=bool(recurrent_modules(base)),
     )
 
 
-def _cuts(model: Any, config: Any, plan: Mapping[str, str]) -> bool:
+def _cuts(base: Any, plan: Mapping[str, str]) -> bool:
     """Tells whether a plan names a module or a parameter of the layers, other than to replicate it."""
-    with torch.device("meta"):
-        base = model._from_config(config).base_model
     names = [*dict(base.named_modules()), *dict(base.named_parameters())]
     keys = [key for key, style in plan.items() if "layers." in key and not style.startswith("replicated")]
     patterns = [re.compile(r"(^|\.)" + re.escape(key).replace(r"\*", r"\d+") + "$") for key in keys]

@@ -25,6 +25,7 @@ CUT_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
 BETWEEN = (  # on the residual stream
     "input_layernorm",
     "self_attn",
+    "linear_attn",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
     "mlp",

@@ -1,4 +1,4 @@
-"""gpt-oss, DeepSeek-V2 and V3: sinks, latent attention, and routers and experts that are not those of other mixtures.
+"""gpt-oss, DeepSeek-V2 and V3, Qwen3-Next: sinks, latent and linear attention, other routers and experts.
 
 What all mixtures share is in test_mixture.py and test_mixture_cells.py, and test_oracle.py holds the oracle of all
 against transformers.
@@ -42,6 +42,10 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
     [
         ("fsdp2", "sft-packed", "gpt-oss", "sp2"),
         ("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero2"),
+        ("fsdp2", "sft-packed", "qwen3-next", "dp2"),
+        *(exhaustive("deepspeed", "sft-packed", "qwen3-next", f"dp2.zero{stage}") for stage in (1, 2, 3)),
+        *(exhaustive("fsdp2", "sft-packed", "qwen3-next", layout) for layout in ("dp2.ckpt", "dp2.rep2", "dp2.ep2")),
+        *(exhaustive("fsdp2", scenario, "qwen3-next", "dp2") for scenario in ("sft-padded", "sft-lora", "grpo")),
         exhaustive("megatron", "sft-packed", "gpt-oss", "tp2.seqpar"),
         *(
             exhaustive("fsdp2", "sft-packed", "gpt-oss", layout)
@@ -237,8 +241,10 @@ def random_model(folder_: Path, family: str, changes: dict[str, Any]) -> Path:
         ("deepseek-v3", {"first_k_dense_replace": 0}),
         ("deepseek-v2", {"q_lora_rank": None, "topk_method": "greedy"}),
         ("deepseek-v2", {"first_k_dense_replace": 0, "mlp_bias": True, "attention_bias": True}),
+        ("qwen3-next", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": True}),
+        ("qwen3-next", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "mlp_only_layers": [1]}),
     ],
-    ids=["pairs apart, not normalised", "whole queries", "no dense layer", "V2-Lite", "biases"],
+    ids=["pairs apart, not normalised", "whole queries", "no dense layer", "V2-Lite", "biases", "default share", "MLPs"],
 )
 def test_other_settings_agree_with_transformers_too(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     random_model(tmp_path, family, changes)
@@ -389,9 +395,12 @@ def test_a_training_goes_on_elsewhere_with_the_bias(
         ("deepseek-v2", {"n_group": None}, "does not say 'n_group'"),
         ("deepseek-v2", {"norm_topk_prob": True}, "only computes norm_topk_prob=False"),
         ("deepseek-v2", {"rope_interleave": False}, "only computes rope_interleave=True"),
+        ("qwen3-next", {"linear_num_value_heads": 3}, "3 value heads, not a multiple of its 2 key heads"),
+        ("qwen3-next", {"layer_types": ["linear_attention", "conv"]}, "one of linear_attention, full_attention"),
+        ("qwen3-next", {"linear_conv_kernel_dim": None}, "does not say 'linear_conv_kernel_dim'"),
     ],
 )
-def test_what_a_configuration_of_deepseek_gets_wrong_is_told(
+def test_what_a_configuration_gets_wrong_is_told(
     tmp_path: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
     shutil.copy(folder(family) / "config.json", tmp_path)

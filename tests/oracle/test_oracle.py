@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import conformance.oracle
 from conformance.core.host import FIXTURES
 from conformance.models.components import Attention
 from conformance.models.families import read_architecture
 from conformance.numerics.float64_tier import Leak, LeakWatch, exact_tier
+from conformance.oracle.attention import delta_rule
 from conformance.oracle.decoder import is_buffer, load_weights
 from conformance.oracle.optimizer import AdamW, Sgd, clip, global_norm
 from conformance.oracle.primitives import Policy, Weights, frequencies
@@ -33,7 +35,7 @@ from conformance.spec.scenario import OptimizerConfig
 from conformance.spec.supervised import Sft
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")
-ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2")
+ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2", "qwen3-next")
 FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2", "seed-oss", *ROUTED)
 FAMILIES = (*BASE, *FURTHER)
 LONG_RUN = (*BASE, *(pytest.param(family, marks=pytest.mark.exhaustive) for family in FURTHER))
@@ -130,6 +132,17 @@ def transformers_model(family: str, *, exact: bool) -> Observation:
                 (model.config.router_aux_loss_coef * balance).backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
     return Observation(logits, loss, gradients, watch.leaks, balance.item() if balanced else None)
+
+
+@pytest.mark.parametrize("rule", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+def test_delta_rule_equals_transformers_beyond_a_chunk(rule: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (F.normalize(torch.randn(70, 3, size, dtype=torch.float64), dim=-1) for size in (8, 8, 12))
+    decay, strength = torch.rand(2, 70, 3, dtype=torch.float64)
+    with exact_tier():
+        own = getattr(modeling_qwen3_next, rule)
+        found, _ = own(q[None], k[None], v[None], g=decay.log()[None], beta=strength[None])
+    assert relative(found[0], delta_rule(q * 8**-0.5, k, v, decay=decay, strength=strength)) < 1e-14
 
 
 def router_loss(model: torch.nn.Module, documents: list[tuple[Tensor, ...]]) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from any_models import cell_with, make_model
-from cells import assert_honest, exhaustive
+from any_models import RECURRENT, cell_with, make_model
+from cells import assert_honest, exhaustive, slow
 from fsdp2_tasks import value_folder
 from safetensors.torch import load_file, save_file
 from test_oracle import BASE, BATCH, FLOAT64, FURTHER, ROUTED, folder, relative, worst
@@ -32,11 +32,14 @@ from conformance.results.requirements import summary_lines
 from conformance.results.run_results import Run, cell_summary, read_entry, summary_of
 from conformance.runner.environment import model_sizes
 from conformance.runner.session import Session
+from conformance.spec.batch import Row
 from conformance.spec.layout import Layout
 from conformance.spec.observables import POLICY
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import LoraConfig
 from conformance.spec.supervised import Sft
+from impl.interface.micro_batches import collate
+from impl.models.loading import load_model
 
 NAMED = "second-class reference, transformers .*: errors that transformers itself makes are not seen"
 
@@ -136,11 +139,7 @@ def test_the_oracle_of_its_own_is_taken_wherever_there_is_one(models: Any) -> No
         ({"model_type": "no-such"}, "which the oracle does not know, and transformers' own code cannot build"),
         ({"model_type": "t5"}, "which the oracle does not know, and transformers' own code cannot build"),
         ({"model_type": "mamba"}, "names MambaForCausalLM, which takes no position_ids"),
-        (
-            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
-            "layers of kind linear_attention carry",
-        ),
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "layers of kind conv carry state"),
+        ({"model_type": "minimax", "layer_types": ["linear_attention"] * 2}, "layers of kind linear_attention carry"),
     ],
 )
 def test_a_model_that_no_oracle_can_compute_is_refused(
@@ -180,13 +179,16 @@ def test_weights_of_another_model_are_refused(models: Any, tmp_path: Path) -> No
         ("fsdp2", "sp2", "the attention of StableLmForCausalLM cannot be replaced"),
         ("deepspeed", "ulysses2", "the attention of StableLmForCausalLM cannot be replaced"),
         ("fsdp2", "tp2.seqpar", "seqpar has no tensor-parallel plan for 'stablelm'; leave it out"),
+        ("fsdp2", "tp2", "layers of BambaForCausalLM carry state from token to token, .*; use tp1 and sp1"),
+        ("deepspeed", "sp2", "layers of BambaForCausalLM carry state"),
+        ("fsdp2", "dp2.compile", "layers of Bamba.* carry state and get documents one by one"),
         ("megatron", "dp2", "StableLmForCausalLM is not among the architectures that are built here on megatron-core"),
     ],
 )
 def test_a_layout_that_the_model_does_not_allow_is_refused_with_the_reason(
     models: Any, backend: str, layout: str, reason: str
 ) -> None:
-    kind = "GraniteMoeHybrid" if "Granite" in reason else "StableLm"
+    kind = "GraniteMoeHybrid" if "Granite" in reason else "Bamba" if "Bamba" in reason else "StableLm"
     cell = cell_with(models(kind), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
     answer = cell.phases[0].backend.load().supports(cell.scenario, Layout.parse(layout))
     assert isinstance(answer, Unsupported)
@@ -304,6 +306,37 @@ def test_documents_are_kept_apart_in_code_that_makes_masks_without_positions(
     cell = cell_with(models("Afmoe"), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
     verdict = assert_honest(session, cell)
     assert "not judged: updates of model.layers.1.mlp.expert_bias, which the model's code freezes" in verdict.reason
+
+
+@pytest.mark.parametrize("kind", ["Bamba", *(slow(kind) for kind in RECURRENT if kind != "Bamba")])
+def test_recurrent_layers_keep_packed_documents_apart(models: Any, kind: str) -> None:
+    documents = BATCH.documents[:3]
+    packed = collate([Row(index=0, documents=documents), *BATCH.rows[:1]])
+    with exact_tier():
+        decoder = decoder_of_transformers(models(kind))
+        weights = decoder.load(models(kind), torch.float64, RIGHT, trained=False, devices=["cpu"])
+        model = load_model(models(kind), dtype=torch.float64, attention=None)
+        found = model(input_ids=packed.tokens, position_ids=packed.positions, use_cache=False).logits[0]
+        right = torch.cat([decoder.forward(torch.tensor(d.tokens), weights, FLOAT64) for d in documents])
+    assert relative(found[: len(right)].detach(), right) < 1e-14
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "backend", "layout"),
+    [
+        *((kind, *rest) for kind in RECURRENT for rest in (("fsdp2", "dp2"), ("deepspeed", "dp2.zero2"))),
+        *(("Bamba", "deepspeed", layout) for layout in ("dp2.zero1", "dp2.zero3", "dp2.zero3.ckpt")),
+        *(("Bamba", "fsdp2", layout) for layout in ("dp2.ckpt", "dp2.rep2")),
+    ],
+)
+@pytest.mark.parametrize("precision", ["exact", "fp32"])
+def test_recurrent_models_conform(
+    session: Session, models: Any, kind: str, backend: str, layout: str, precision: PrecisionName
+) -> None:
+    cell = cell_with(models(kind), backend=backend, scenario="sft-packed", layout=layout, precision=precision)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
 
 
 @pytest.mark.exhaustive

@@ -33,7 +33,30 @@ SIZES = {
 # rotary positions on a quarter of a head, other names. StableLM: attention of its own, no tensor-parallel plan.
 # OLMoE: a mixture of experts. AFMoE (Trinity): another, with windows, whose code makes masks without positions.
 # GLM-4-MoE: routers with a bias that is a buffer. GPT-2: learned positions, a configuration with other names, tied.
-# Granite-4-micro: neither experts nor recurrent layers, and a plan that shards experts alone.
+# Granite-4-micro: neither experts nor recurrent layers, and a plan that shards experts alone. Those in RECURRENT carry
+# states: of a gated delta rule, of Mamba 2 beside attention or in a layer of its own, or of a convolution alone.
+_DELTA: dict[str, Any] = {
+    **{"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+}
+_MAMBA: dict[str, Any] = {
+    **{"num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16},
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": _DELTA,
+    "Granite4": {
+        **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96, **_MAMBA},
+        **{"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    },
+    "Bamba": {"attn_layer_indices": [1], **_MAMBA},
+    "FalconH1": {"mamba_d_ssm": 96, "mamba_d_head": 24, **_MAMBA},
+    "NemotronH": {
+        **{"num_key_value_heads": 2, "head_dim": 12, "layers_block_type": ["mamba", "attention"]},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 16},
+    },
+    "Lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+}
+CLASSES = {"Granite4": "GraniteMoeHybrid"}  # whose name is not that of the kind
 KINDS: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"hidden_size": 64, "intermediate_size": 96, "rotary_pct": 0.25},
     "StableLm": {"hidden_size": 64, "num_key_value_heads": 2, "use_qkv_bias": True},
@@ -62,7 +85,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def make_model(kind: str, folder: Path, **changes: Any) -> Path:
     """A tiny model of transformers' class ``kind``, whose norms and biases are not neutral."""
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **changes})
+    own = (KINDS | RECURRENT)[kind]
+    config = getattr(transformers, f"{CLASSES.get(kind, kind)}Config")(**{**SIZES, **own, **changes})
     generator = torch.Generator().manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
