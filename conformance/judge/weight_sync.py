@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conformance.core.errors import first_few
 from conformance.judge.engines import Tolerance
-from conformance.models.components import Architecture, Layer, Linear
+from conformance.models.components import Architecture, GatedDeltaNet, Layer, Linear
 from conformance.oracle.primitives import NO_TAP, Function, Tap, Weights
 from conformance.oracle.scoring import Change
 
@@ -124,11 +124,13 @@ def _adapter(architecture: Architecture, *, power: int | None) -> Architecture:
 
 
 def _rotary(architecture: Architecture, **fields: Any) -> Architecture:
-    """Changes the rotary positions of all layers."""
+    """Changes the rotary positions of all layers that have some."""
 
     def changed(layer: Layer) -> Layer:
-        rotary = layer.attention.rotary
-        return replace(layer, attention=replace(layer.attention, rotary=rotary and replace(rotary, **fields)))
+        attention = layer.attention
+        if isinstance(attention, GatedDeltaNet):
+            return layer
+        return replace(layer, attention=replace(attention, rotary=replace(attention.rotary, **fields)))
 
     return replace(architecture, layers=tuple(map(changed, architecture.layers)))
 

@@ -165,7 +165,9 @@ def _qwen3_next(config: Config) -> Architecture:
     config.must_be("hidden_act", "silu")
     biases = EVERY if config.flag("attention_bias", False) else ()
     gated = replace(attention_of(config, biases=biases, partial=0.25), qk_norm="head", gated=True)
-    whole = with_experts(config, gated, shared=replace(mlp_of(config), size=config.size("shared_expert_intermediate_size")))
+    whole = with_experts(
+        config, gated, shared=replace(mlp_of(config), size=config.size("shared_expert_intermediate_size"))
+    )
     every, count = config.size("full_attention_interval", 4), len(whole.layers)
     kinds = config.texts("layer_types", [LINEAR if (i + 1) % every else FULL for i in range(count)])
     if len(kinds) != count or {*kinds} - {LINEAR, FULL}:

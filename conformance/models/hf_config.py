@@ -202,8 +202,8 @@ ALL = ("default", "linear", "llama3", "yarn")
 def rotary(config: Config, *, head_dim: int, types: tuple[str, ...] = ALL, partial: float | None = None) -> Rotary:
     """Reads the rotary positions of a model whose layers all share them.
 
-    ``types``: the rope_types that the family's code has. ``partial``: its default of ``partial_rotary_factor``; None if it
-    does not read it.
+    ``types``: the rope_types that the family's code has. ``partial``: its default of ``partial_rotary_factor``; None if
+    it does not read it.
     """
     scaling = config.take("rope_scaling", None)
     values = _object(config, config.take("rope_parameters", {}) if scaling is None else scaling, "rope_parameters")

@@ -170,17 +170,15 @@ def gated_delta_net(x: Tensor, w: Weights, a: GatedDeltaNet, *, policy: Policy, 
     past = F.pad(channels, (0, 0, a.kernel - 1, 0)).unfold(0, a.kernel, 1)  # (T, channels, kernel)
     mixed = F.silu((past * w["linear_attn.conv1d.weight"][:, 0]).sum(-1)).to(policy.stable)
     keys = a.heads * a.key_dim
-    q, k, v_THE = (
-        part.view(tokens, -1, size)
-        for part, size in zip(mixed.split([keys, keys, a.heads * values], dim=-1), (a.key_dim, a.key_dim, a.value_dim))
-    )
-    q_THE, k_THE = (_unit(part).repeat_interleave(shared, dim=1) for part in (q, k))
+    q, k, v = mixed.split([keys, keys, a.heads * values], dim=-1)
+    units = (_unit(part.view(tokens, a.heads, a.key_dim)) for part in (q, k))
+    q_THE, k_THE = (part.repeat_interleave(shared, dim=1) for part in units)
     rate_H = w["linear_attn.A_log"].to(policy.stable).exp()
     step_TH = F.softplus(a_TGE.reshape(tokens, -1).to(policy.stable) + w["linear_attn.dt_bias"])
     o_THE = delta_rule(
         q_THE * a.key_dim**-0.5,
         k_THE,
-        v_THE,
+        v.view(tokens, a.value_heads, a.value_dim),
         decay=(-rate_H * step_TH).exp(),
         strength=b_TGE.reshape(tokens, -1).sigmoid().to(policy.stable),
     ).to(policy.compute)

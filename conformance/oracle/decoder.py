@@ -85,11 +85,11 @@ def decoder_layer(
         name, attend = "linear_attn", partial(gated_delta_net, a=layer.attention)
     else:
         assert table
-        name, sees = "self_attn", {"table": table, "hidden": hidden}
+        name = "self_attn"
         if isinstance(layer.attention, LatentAttention):
-            attend = partial(latent_attention, a=layer.attention, **sees)
+            attend = partial(latent_attention, a=layer.attention, table=table, hidden=hidden)
         else:
-            attend = partial(attention, a=layer.attention, norm=norm, **sees)
+            attend = partial(attention, a=layer.attention, norm=norm, table=table, hidden=hidden)
     attend = partial(attend, w=w, policy=policy, module=module)
     y = module(name, attend, normed(layer.norms.before_attention, x))
     x = x + normed(layer.norms.after_attention, y)

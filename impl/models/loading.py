@@ -81,7 +81,7 @@ def separate_states(model: torch.nn.Module) -> None:
         module.forward = functools.partial(documents.one_by_one, module.forward)
         for layer in module.modules():
             if isinstance(layer, torch.nn.Linear):
-                layer.forward = functools.partial(documents.in_rows, layer.forward)
+                layer.forward = functools.partial(documents.in_rows, layer.forward)  # type: ignore[method-assign]
 
 
 class Documents:

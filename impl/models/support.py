@@ -51,7 +51,7 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False,
     model = _model_of(scenario)
     if model.recurrent:
         return Unsupported(
-            f"layers of {model.name} carry state from token to token, which no plan or ring here shards; use tp1 and sp1"
+            f"layers of {model.name} carry state from token to token, which nothing here shards; use tp1 and sp1"
         )
     if layout.tp > 1 and not has_plan and not model.plan_styles:
         return Unsupported(f"{model.name} carries no tensor-parallel plan; {without}")

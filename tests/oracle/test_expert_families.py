@@ -244,7 +244,15 @@ def random_model(folder_: Path, family: str, changes: dict[str, Any]) -> Path:
         ("qwen3-next", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": True}),
         ("qwen3-next", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "mlp_only_layers": [1]}),
     ],
-    ids=["pairs apart, not normalised", "whole queries", "no dense layer", "V2-Lite", "biases", "default share", "MLPs"],
+    ids=[
+        "pairs apart, not normalised",
+        "whole queries",
+        "no dense layer",
+        "V2-Lite",
+        "biases",
+        "default share",
+        "MLPs",
+    ],
 )
 def test_other_settings_agree_with_transformers_too(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     random_model(tmp_path, family, changes)

@@ -201,6 +201,7 @@ def test_fixtures_cannot_hide_a_bug() -> None:
 @pytest.mark.parametrize("family", ["llama3", "qwen2-yarn", "gpt-oss", "deepseek-v3", "deepseek-v2"])
 def test_scaled_rope_has_kept_scaled_and_mixed_frequencies(family: str) -> None:
     rotary = read_architecture(folder(family)).layers[0].attention.rotary
+    assert rotary
     assert rotary.scaling is not None
     plain, scaled = (frequencies(one, torch.float64) for one in (replace(rotary, scaling=None), rotary))
     assert scaled[0] == plain[0]

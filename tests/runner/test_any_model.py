@@ -310,7 +310,7 @@ def test_documents_are_kept_apart_in_code_that_makes_masks_without_positions(
 
 @pytest.mark.parametrize("kind", ["Bamba", *(slow(kind) for kind in RECURRENT if kind != "Bamba")])
 def test_recurrent_layers_keep_packed_documents_apart(models: Any, kind: str) -> None:
-    documents = BATCH.documents[:3]
+    documents = tuple(BATCH.documents[:3])
     packed = collate([Row(index=0, documents=documents), *BATCH.rows[:1]])
     with exact_tier():
         decoder = decoder_of_transformers(models(kind))
