@@ -32,7 +32,7 @@ def leaking_documents(collate: Function, rows: Any, **options: Any) -> Any:
 @STEP_FAULTS.add(
     summary="convolutions and states of recurrent layers run on from one packed document into the next",
     source="https://github.com/NVIDIA-NeMo/Automodel/pull/2147",
-    stage="log-probs",
+    stage="routing",
     cells=sft("sft-packed", "qwen3-next", fsdp2="dp2", deepspeed="dp2.zero2"),
     needs="packed rows, and recurrent layers",
 )
