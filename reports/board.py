@@ -19,10 +19,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from conformance.core.environments import PIN
 from conformance.core.errors import STRICT, UsageError, explain
 from conformance.core.io import Unreadable, read_file, write_file
 from conformance.records.record_format import LONGEST, dumps, parse_strict_json
 from conformance.results.history import HISTORY
+from conformance.results.output_folders import EnvironmentRun, read_environment
 from conformance.results.run_results import SUMMARY
 from conformance.results.trust import CheckedCell, read_cells
 from conformance.results.verdict import State as CellState
@@ -62,6 +64,8 @@ NOT_RUN = "not run"  # the device of a column without a run
 NOT_CAUSE = ("    ", "logs: ", "end of ", "traceback of ")  # lines of logs and tracebacks, which the report has
 FOLDERS = re.compile(r"(?<![\w./:~-])/(?:[\w.+@~-]+/)+(?=[\w.+@-])")  # of the machine that ran the cells
 OF_SCRIPT = ("--profile", "--backend", "--python", "--out")  # options that scripts/framework gives itself
+OF_MATRIX = ("--python", "--out")
+LONGEST_NOTE = 2000
 Text = Annotated[str, Field(max_length=20_000)]
 Name = Annotated[str, Field(pattern=r"^[\w.+-]+$", max_length=100)]
 
@@ -82,9 +86,10 @@ class Square:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Column:
-    """Holds one version of a framework. squares: by row, a cell's id without its backend.
+    """Holds one version of a framework, or a backend in one environment of parity matrix, whose name is the version.
 
-    started: the UTC time of its newest run. versions: of the packages that its records name.
+    squares: by row, a cell's id without its backend. started: the UTC time of its newest run. versions: of the packages
+    that its records name. note: why nothing was run. command: runs it again; empty: scripts/framework.
     """
 
     framework: Name
@@ -93,10 +98,16 @@ class Column:
     device: Text
     versions: dict[str, Text]
     squares: dict[Text, Square]
+    note: Text = ""
+    command: Text = ""
 
     @property
     def name(self) -> str:
         return f"{self.framework} {self.version}" + " on GPUs" * (self.device == "cuda")
+
+    @property
+    def again(self) -> str:
+        return self.command or f"scripts/framework {self.framework} {self.version}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -115,8 +126,8 @@ class Board:
         """Returns the square of a row, which is a gap if the column has none."""
         scenario, model, rest = row.split("/", maxsplit=2)
         device = " --device cuda" * (column.device == "cuda")
-        again = f"scripts/framework {column.framework} {column.version}{device} --cells '{scenario}/{model}/*/{rest}'"
-        return column.squares.get(row) or Square(state="gap", cause="not run", reproduce=again)
+        again = f"{column.again}{device} --cells '{scenario}/{model}/*/{rest}'"
+        return column.squares.get(row) or Square(state="gap", cause=column.note or "not run", reproduce=again)
 
     def counts(self, column: Column) -> dict[State, int]:
         found = Counter(self.square(column, row).state for row in self.rows)
@@ -136,7 +147,7 @@ BOARD = TypeAdapter(Board)
 
 
 class Publish:
-    help = "write a static site: frameworks by version, from the folders of their runs, or all nights of a history"
+    help = "write a static site: frameworks by version, or environments, from their runs, or all nights of a history"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -172,7 +183,7 @@ class Publish:
         if options.against:
             print(f"{plural(changed, 'square')} changed" + (f": {options.to / 'changes.md'}" if changed else ""))
         for column in (empty := [column for column in columns if not column.squares]):
-            print(f"{column.name}: nothing was run; run: scripts/framework {column.framework} {column.version}")
+            print(f"{column.name}: nothing was run{f' ({column.note})' * bool(column.note)}; run: {column.again}")
         return 3 if empty else 0
 
 
@@ -185,10 +196,34 @@ def columns_of(out: Path) -> list[Column]:
     cannot be trusted, or of another version than it says."""
     if out.suffix == ".json":
         return list(read_board(out).columns)
+    if about := read_environment(out):
+        return _of_environment(out, about)
     framework, _, version = out.resolve().name.rpartition("-")
     named = framework if framework and version[:1].isdigit() else ""
     if named and not (out / SUMMARY).exists():  # its environment was not made, or its run never began
         return [Column(framework=named, version=version, started="", device=NOT_RUN, versions={}, squares={})]
+    return _of_run(out, named, version)
+
+
+def _of_environment(out: Path, about: EnvironmentRun) -> list[Column]:
+    """Returns a column for each backend in an environment; with only gaps, and the reason, if nothing was run."""
+    found = {column.framework: column for column in _of_run(out)} if (out / SUMMARY).exists() else {}
+    own = dict(PIN.findall(about.lock))
+    columns = []
+    for backend in dict.fromkeys([*found, *([] if found else about.backends)]):
+        empty = Column(framework=backend, version=about.name, started="", device=NOT_RUN, versions={}, squares={})
+        column = found.get(backend, empty)
+        squares = {
+            row: replace(square, reproduce=_again(about.command, square.reproduce, without=OF_MATRIX))
+            for row, square in column.squares.items()
+        }
+        about_it = {"version": about.name, "note": about.note[:LONGEST_NOTE], "command": about.command}
+        columns.append(replace(column, **about_it, squares=squares, versions={**column.versions, **own}))
+    return columns
+
+
+def _of_run(out: Path, named: str = "", version: str = "") -> list[Column]:
+    """Returns the columns of a run. named: the framework that all cells are of; empty: each backend is a column."""
     run, cells = read_cells(out)
     columns: dict[str, Column] = {}
     for cell in cells:
@@ -202,7 +237,7 @@ def columns_of(out: Path) -> list[Column]:
         square = Square(
             state="convention" if verdict.conventions and verdict.state == "conforms" else _OF_CELL[verdict.state],
             cause=_cause(verdict.reason),
-            reproduce=_by_script(f"{name} {given}", again) if named else again,
+            reproduce=_again(f"scripts/framework {name} {given}", again) if named else again,
             conventions=verdict.conventions,
             report=f"{_report_of(out, run.started)}#{anchor(cell.entry.cell)}",
         )
@@ -224,11 +259,11 @@ def _cause(reason: str) -> str:
     return FOLDERS.sub("", "\n".join(lines))
 
 
-def _by_script(framework: str, command: str) -> str:
-    """Returns the command of scripts/framework for a command of parity run."""
-    words = shlex.split(command)[2:]
-    own = {i + k for i, word in enumerate(words) if word in OF_SCRIPT for k in (0, 1)}
-    return f"scripts/framework {framework} {shlex.join(word for i, word in enumerate(words) if i not in own)}"
+def _again(command: str, of_run: str, *, without: Sequence[str] = OF_SCRIPT) -> str:
+    """Returns the command that runs what a command of parity run does. without: options that it gives itself."""
+    words = shlex.split(of_run)[2:]
+    own = {i + k for i, word in enumerate(words) if word in without for k in (0, 1)}
+    return f"{command} {shlex.join(word for i, word in enumerate(words) if i not in own)}"
 
 
 def _report_of(out: Path, started: str) -> str:

@@ -333,8 +333,8 @@ class SubprocessAdapter:
         """name: the adapter's name as registered in its environment, or module:Class. python: the executable of that
         environment; empty: this one.
 
-        Raises UsageError if the environment cannot be used or has no such adapter, and if the adapter cannot be
-        imported: UsageError for another environment, and what BackendEntry.load raises for this one.
+        Raises UsageError if the environment cannot be used or has no such adapter, and what BackendEntry.load raises if
+        the adapter cannot be imported.
         """
         self._what = f"--python {name}={python}: " if python else ""
         self._asking = threading.Lock()
@@ -350,7 +350,7 @@ class SubprocessAdapter:
         hello, needs = self._process.hello, _NEEDS.format(conformance.__version__)
         if "message" in hello:
             self._process.end()
-            raise UsageError(f"{self._what}{hello['message']}") if python else self._error(hello)
+            raise self._error(hello)
         self.entry = BackendEntry(name=hello["name"], target=hello["target"], python=python)
         try:
             self.traits: Traits = TypeAdapter(Traits).validate_python(hello["traits"])
@@ -423,7 +423,7 @@ def find_backend(name: str, python: str = "") -> BackendEntry:
         try:
             found = SubprocessAdapter(name, python)
         except (MissingExtra, BrokenBackend):  # it is said when the adapter is needed
-            return BackendEntry(name=name.rpartition(":")[2].lower(), target=name)
+            return BackendEntry(name=name.rpartition(":")[2].lower(), target=name, python=python)
         _there[name, python] = _there[found.entry.target, python] = found
     return _there[name, python].entry
 

@@ -43,7 +43,7 @@ class Declared:
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
     def run(self, options: argparse.Namespace) -> int:
-        if self.module == "run":  # ranks and this process import torch at the same time
+        if self.module in ("run", "environments"):  # ranks and this process import torch at the same time
             import_ahead(("transformers",))
         run: Callable[[argparse.Namespace], int] = getattr(
             import_module(f"conformance.cli.{self.module}"), f"{self.name}_command"
@@ -163,6 +163,33 @@ def _bisect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=_JSON)
 
 
+def _matrix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE.toml", help="environments: tables [environments.NAME]")
+    parser.add_argument(
+        "--environment", action="append", default=[], metavar="NAME", help="only this one; may be repeated"
+    )
+    add_options(parser, Selection, Ranks, AtOnce, Output, Kept, without=("python",))
+    parser.set_defaults(python=None)
+
+
+def _blame(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cell", metavar="CELL", help="the id of a cell, or a script such as of docs/findings")
+    parser.add_argument("--package", metavar="NAME", help="the package whose releases are tried")
+    parser.add_argument("--in", dest="file", type=Path, metavar="FILE.toml", help="environments, two of which differ")
+    parser.add_argument("--good", metavar="V", help="release, or environment of --in (default: the installed release)")
+    parser.add_argument("--bad", metavar="V", help="release, or environment of --in (default: the newest release)")
+    parser.add_argument(
+        "--requirement",
+        action="append",
+        default=[],
+        metavar="REQ",
+        help="with --package: what every environment has beside it, such as triton==3.4.0; may be repeated",
+    )
+    add_options(parser, Selection, Ranks, without=("cells", "python"))
+    parser.set_defaults(python=None)
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
 def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
@@ -253,6 +280,8 @@ COMMANDS: Mapping[str, Declared] = {
         ("report", "report", "write report.html, report.md and junit.xml of an earlier run", _folder),
         ("compare", "report", "print the backends of a run side by side, or two runs, as Markdown", _compare),
         ("bisect", "run", "name the first wrong module of a cell, forward and backward", _bisect),
+        ("matrix", "environments", "run cells in several Python environments: a site of cells by environment", _matrix),
+        ("blame", "environments", "name the release of a package that changed the verdict of a cell", _blame),
         ("engine", "engine", "judge rollout engines: log-probs, sampling, and the weights that they take", _engine),
         ("text", "text", "judge the path from text to tokens: chat template, mask, packing, order of samples", _text),
         ("doctor", "doctor", "check this machine and the installed packages", _doctor),

@@ -9,17 +9,21 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter
+
+from conformance.core.environments import NAME
 from conformance.core.errors import UsageError
-from conformance.core.io import Unwritable
+from conformance.core.io import Unwritable, is_file
 from conformance.results.baseline import COMMIT, RANKS_PER_GPU, Baseline, versions_of
 from conformance.results.changes import Change, OracleChange, VersionChange, oracle_changes, version_changes
 from conformance.results.run_results import (
+    OUTPUT_SCHEMA,
     SUMMARY,
     Entry,
     Run,
@@ -30,11 +34,45 @@ from conformance.results.run_results import (
     read_run,
     read_verdicts,
     states_of,
+    validated,
     write_entry,
+    write_output_json,
     write_summary,
 )
 from conformance.results.trust import CheckedCell, read_cells
 from conformance.results.verdict import NO_FAULT, NOT_STARTED, RunVerdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentRun:
+    """Says in which environment of `parity matrix` a run's ranks ran. note: why nothing was run; empty if it was.
+
+    lock: exact requirements. command: runs the environment again. backends: the selected ones.
+    """
+
+    name: Annotated[str, Field(pattern=NAME)]
+    lock: str
+    note: str
+    command: str
+    backends: tuple[Annotated[str, Field(pattern=NAME)], ...]
+
+
+ENVIRONMENT = "environment.json"
+_ENVIRONMENT, _FIELDS = TypeAdapter(EnvironmentRun), [one.name for one in fields(EnvironmentRun)]
+
+
+def write_environment(out: Path, about: EnvironmentRun) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    write_output_json(out / ENVIRONMENT, {"schema": OUTPUT_SCHEMA, **asdict(about)}, indent=1)
+
+
+def read_environment(out: Path) -> EnvironmentRun | None:
+    """Returns what `parity matrix` wrote; None for any other run. Raises UsageError."""
+    file = out / ENVIRONMENT
+    if not is_file(file):
+        return None
+    values = read_output_json(file)
+    return validated(_ENVIRONMENT, {name: values.get(name) for name in _FIELDS}, file)
 
 
 def slim(out: Path) -> None:

@@ -358,8 +358,8 @@ def read_summary(out: Path) -> tuple[Run, list[Listed]]:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
     known = {f.name: values[f.name] for f in fields(Run) if f.name in values}
-    run = _validated(_RUN, {**known, "floor": floor}, file)
-    cells = _validated(_CELLS, values.get("cells"), file)
+    run = validated(_RUN, {**known, "floor": floor}, file)
+    cells = validated(_CELLS, values.get("cells"), file)
     if twice := [cell for cell, count in Counter(cell.id for cell in cells).items() if count > 1]:
         raise UsageError(f"{file} names {', '.join(twice)} twice; run into an empty folder")
     return run, list(cells)
@@ -368,14 +368,14 @@ def read_summary(out: Path) -> tuple[Run, list[Listed]]:
 def read_entry(file: Path) -> Entry:
     """Reads a cell from the ``verdict.json`` at ``file``. Raises UsageError for a file that cannot be trusted."""
     values = read_output_json(file)
-    table = _validated(_TABLE, values.get("quantities"), file)
+    table = validated(_TABLE, values.get("quantities"), file)
     if table.data and table.columns != _COLUMNS:
         raise UsageError(f"{file} has columns {', '.join(table.columns)} of quantities; judge the folder again")
     known = {f.name: values[f.name] for f in fields(Entry) if f.name in values}
     if isinstance(other := known.get("other"), dict):
         known["other"] = {**other, "verdict": _verdict(other, (), (), file)}
     verdict = _verdict(values, tuple(_quantities(table)), values.get("strips", ()), file)
-    entry = _validated(_ENTRY, {**known, "verdict": verdict}, file)
+    entry = validated(_ENTRY, {**known, "verdict": verdict}, file)
     if entry.cell != "/".join([entry.scenario, entry.model, entry.backend, entry.layout, entry.variant]):
         raise UsageError(
             f"{file} is about {entry.cell}, but names other parts of this id: it was edited or comes from another run; "
@@ -423,10 +423,10 @@ def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: A
     fields_of_verdict = {"state": state, "quantities": quantities, "strips": strips}
     fields_of_verdict |= {"reason": values.get("reason"), "second_class": values.get("second_class", "")}
     fields_of_verdict |= {"conventions": values.get("shown_conventions", ()), "code": values.get("code", "")}
-    return _validated(_VERDICT, fields_of_verdict, file)
+    return validated(_VERDICT, fields_of_verdict, file)
 
 
-def _validated(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
+def validated(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
     """Converts ``values``, which were read from ``file``, with a pydantic adapter. Raises UsageError."""
     try:
         return adapter.validate_python(values)

@@ -32,7 +32,7 @@ from reports.board import (
     Column,
     Square,
     State,
-    _by_script,
+    _again,
     changes,
     columns_of,
     joined,
@@ -154,7 +154,7 @@ def test_the_command_of_a_square_keeps_options_of_its_run() -> None:
     options = "--profile frameworks --backend adapter:A --python adapter:A=/v/bin/python --backend adapter:B"
     command = f"parity run --device cuda --ranks-per-gpu 2 {options} --cells core-a/llama/a/dp2/exact"
     wanted = "scripts/framework toy 1.0 --device cuda --ranks-per-gpu 2 --cells core-a/llama/a/dp2/exact"
-    assert _by_script("toy 1.0", command) == wanted
+    assert _again("scripts/framework toy 1.0", command) == wanted
 
 
 def test_squares_show_history_and_what_did_not_run_is_a_gap(tmp_path: Path) -> None:

@@ -1,0 +1,292 @@
+"""Runs cells in several environments (`parity matrix`), and finds the release that changed a cell (`parity blame`).
+
+The ranks of a cell run in an environment, as with ``--python``; oracle and judge stay in this one, so that all
+environments are held against the same numbers.
+"""
+
+import argparse
+import contextlib
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from conformance.backends.protocol import registered_backends
+from conformance.cli import EXIT
+from conformance.cli.commands import COMMANDS
+from conformance.cli.run import output_folder, run_options
+from conformance.core.environments import Environment, Made, Unmade, make_environment, read_environments, releases
+from conformance.core.errors import UsageError, did_you_mean
+from conformance.core.packages import load_command, package_version
+from conformance.core.parser import Parser
+from conformance.matrix.options import AtOnce, Kept, Options, Ranks, Selection
+from conformance.records.record_format import dumps
+from conformance.results.output_folders import EnvironmentRun, write_environment
+from conformance.results.run_results import SUMMARY, read_run, read_summary
+from conformance.results.verdict import STATES
+
+SEVERITY = (0, 3, 1)  # exit codes, the most important last
+Pins = Mapping[str, str]  # exact versions by package
+
+
+def matrix_command(options: argparse.Namespace) -> int:
+    """Makes each environment and runs the cells in it; publishes cells by environment. An environment that cannot be
+    made, or in which nothing can be run, has a column that says why."""
+    chosen = _chosen(read_environments(options.file), options.environment, options.file)
+    backends = tuple(options.backend or registered_backends())
+    out, arguments = output_folder(options.out), _given(options, Selection, Ranks, AtOnce, Kept)
+    codes = []
+    for name, wanted in chosen.items():
+        _say(f"environment {name}: {', '.join(wanted.requirements) or 'what is installed'}")
+        note, lock = "", ""
+        try:
+            made = make_environment(wanted)
+            lock = made.lock
+            codes.append(run_in(made, out / name, backends, arguments))
+        except (Unmade, UsageError) as error:
+            note = str(error)
+            _say(f"environment {name}: {note}")
+            codes.append(EXIT["usage"] if isinstance(error, UsageError) else EXIT["incomplete"])
+        again = shlex.join(["parity", "matrix", str(options.file), "--environment", name])
+        about = EnvironmentRun(name=name, lock=lock, note=note, command=again, backends=backends)
+        write_environment(out / name, about)
+    if all(code == EXIT["usage"] for code in codes):
+        return EXIT["usage"]
+    folders = [out / name for name in chosen]
+    load_command("publish").run(argparse.Namespace(outs=folders, to=out, against=None))
+    print(*_summary(folders), sep="\n")
+    return max((code if code in SEVERITY else EXIT["incomplete"] for code in codes), key=SEVERITY.index)
+
+
+def run_in(made: Made, out: Path, backends: Iterable[str], arguments: Sequence[str]) -> int:
+    """Runs `parity run` with the ranks of the backends in an environment; returns the exit code. Raises UsageError."""
+    parser = Parser(prog="parity run")
+    COMMANDS["run"].add_arguments(parser)
+    where = [word for name in backends for word in ("--python", f"{name}={made.python}")]
+    words = [*arguments, *where, "--out", str(out)]
+    options = parser.parse_args(words)
+    options.arguments = words
+    with contextlib.redirect_stdout(sys.stderr):
+        code = run_options(options)[1]
+    if code > max(EXIT.values()):
+        raise KeyboardInterrupt
+    return code
+
+
+def _given(options: argparse.Namespace, *kinds: type[Options]) -> list[str]:
+    """Returns the arguments of `parity run` for the options that were given."""
+    return [word for kind in kinds for word in kind.from_options(options).arguments()]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _chosen(found: Mapping[str, Environment], names: Sequence[str], file: Path) -> dict[str, Environment]:
+    for name in names:
+        if name not in found:
+            known = ", ".join(found)
+            raise UsageError(f"{file} has no environment {name!r}; {did_you_mean(name, found)}it has {known}")
+    return {name: found[name] for name in names or found}
+
+
+def _summary(folders: Sequence[Path]) -> list[str]:
+    """Returns how many cells each environment has in each state, and the cells whose state is not the same in all."""
+    states: dict[str, dict[str, str]] = {}
+    for out in folders:
+        listed = read_summary(out)[1] if (out / SUMMARY).is_file() else []
+        states[out.name] = {cell.id: STATES[cell.state].name for cell in listed}  # type: ignore[index]
+    lines = []
+    for name, cells in states.items():
+        counts = ", ".join(f"{count} {state}" for state, count in Counter(cells.values()).items())
+        lines.append(f"{name}: {counts or 'nothing was run'}")
+    for cell in dict.fromkeys(cell for cells in states.values() for cell in cells):
+        found = {name: cells[cell] for name, cells in states.items() if cell in cells}
+        if len({*found.values()}) > 1:
+            lines.append(f"{cell}: " + ", ".join(f"{name} {state}" for name, state in found.items()))
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Holds what a cell or script says in one environment. state: its verdict; empty if there is no environment.
+
+    stage: the first wrong stage of a cell.
+    """
+
+    state: str
+    stage: str = ""
+    reason: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.state, self.stage
+
+    def __str__(self) -> str:
+        first = self.reason.strip().partition("\n")[0]
+        return ": ".join(filter(None, (self.state or "no environment", first)))
+
+
+Ask = Callable[[Pins], Answer]
+
+
+@dataclass(kw_only=True)
+class Bisection:
+    """Finds the first of several sets of versions that answers as the last one does; the first set answers otherwise.
+
+    A set that has no environment, or answers like neither end, is left out. names: of the sets.
+    """
+
+    names: Sequence[str]
+    sets: Sequence[Pins]
+    ask: Ask
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    def run(self) -> tuple[int, int]:
+        """Returns the last set that answers as the first does, and the first that answers as the last does. Raises
+        UsageError if the ends answer alike, or cannot be asked."""
+        good, bad = 0, len(self.sets) - 1
+        first, last = self._answer(good), self._answer(bad)
+        for place, answer in ((good, first), (bad, last)):
+            if not answer.state:
+                raise UsageError(f"{self.names[place]} has no answer ({answer.reason}); give other --good and --bad")
+        if first.key == last.key:
+            raise UsageError(
+                f"{self.names[good]} and {self.names[bad]} give the same answer ({first}); give other --good and --bad"
+            )
+        while open_places := [place for place in range(good + 1, bad) if place not in self.answers]:
+            middle = open_places[len(open_places) // 2]
+            answer = self._answer(middle)
+            if answer.key == first.key:
+                good = middle
+            elif answer.key == last.key:
+                bad = middle
+        return good, bad
+
+    def _answer(self, place: int) -> Answer:
+        if place not in self.answers:
+            self.answers[place] = self.ask(self.sets[place])
+            _say(f"  {self.names[place]}: {self.answers[place]}")
+        return self.answers[place]
+
+
+def blame_command(options: argparse.Namespace) -> int:
+    """Names the package, and its release, at which a cell or a script changed, with the answers before and after."""
+    wanted, good, bad = _ends(options)
+    with tempfile.TemporaryDirectory() as folder:
+        ask = _ask(options, wanted, Path(folder))
+        changed = [name for name in {**good, **bad} if good.get(name) != bad.get(name)]
+        if len(changed) > 1:
+            sets = [{**good, **{name: bad[name] for name in changed[:count]}} for count in range(len(changed) + 1)]
+            names = ["good", *(f"and {name} {good[name]} -> {bad[name]}" for name in changed)]
+            before, after = Bisection(names=names, sets=sets, ask=ask).run()
+            if after - before > 1:
+                raise UsageError(f"one of {', '.join(changed[before:after])} changed it; these cannot be told apart")
+            package, good, bad = changed[before], sets[before], sets[after]
+        else:
+            package = changed[0]
+        versions = _between(package, good[package], bad[package], wanted)
+        sets = [{**good, package: version} for version in versions]
+        found = Bisection(names=[f"{package} {version}" for version in versions], sets=sets, ask=ask)
+        _say(f"{options.cell} by {package}: {len(versions)} releases")
+        before, after = found.run()
+    skipped = {versions[place]: str(found.answers[place]) for place in range(before + 1, after)}
+    first, last = found.answers[before], found.answers[after]
+    if options.json:
+        ends = [{"release": versions[place], **asdict(found.answers[place])} for place in (before, after)]
+        values = {"cell": options.cell, "package": package, "before": ends[0], "after": ends[1], "skipped": skipped}
+        print(dumps(values))
+    else:
+        print(f"{options.cell} changed with {package} {versions[after]} ({versions[before]} before)")
+        print(f"  before: {first}", f"  after:  {last}", sep="\n")
+        for version, why in skipped.items():
+            print(f"  {package} {version} was skipped, and may have changed it already: {why}")
+    return EXIT["incomplete"] if skipped else EXIT["conforms"]
+
+
+def _ends(options: argparse.Namespace) -> tuple[Environment, Pins, Pins]:
+    """Returns the environment to vary, and the versions at both ends. Raises UsageError."""
+    if bool(options.package) == bool(options.file):
+        raise UsageError("give --package NAME, or --in FILE.toml with environments as --good and --bad")
+    try:
+        if options.file:
+            names = [name for name in (options.good, options.bad) if name]
+            if len(names) < 2:
+                raise UsageError("--in needs two of its environments: --good NAME --bad NAME")
+            chosen = _chosen(read_environments(options.file), names, options.file)
+            good, bad = (make_environment(chosen[name]).pins for name in names)
+            if good.keys() != bad.keys() or good == bad:
+                raise UsageError(f"{names[0]} and {names[1]} need the same packages in different versions")
+            return chosen[names[0]], good, bad
+        wanted = Environment(requirements=tuple(options.requirement))
+        fixed = make_environment(wanted).pins
+        newest = releases(options.package, wanted)[-1]
+    except Unmade as error:
+        raise UsageError(str(error)) from None
+    first, last = options.good or package_version(options.package), options.bad or newest
+    if first == last:
+        raise UsageError(f"--good and --bad are both {first}; give another, such as --good with an older release")
+    return wanted, {**fixed, options.package: first}, {**fixed, options.package: last}
+
+
+def _between(package: str, good: str, bad: str, wanted: Environment) -> list[str]:
+    """Returns the releases from ``good`` to ``bad``, which may be the older one. Raises UsageError."""
+    try:
+        known = releases(package, wanted)
+    except Unmade as error:
+        raise UsageError(str(error)) from None
+    if missing := [one for one in (good, bad) if one not in known]:
+        raise UsageError(f"the index has no {package} {missing[0]} for this Python; it has {', '.join(known[-12:])}")
+    first, last = known.index(good), known.index(bad)
+    return known[first : last + 1] if first < last else known[last : first + 1][::-1]
+
+
+def _ask(options: argparse.Namespace, wanted: Environment, folder: Path) -> Ask:
+    """Returns the function that runs the cell, or the script, with the given versions."""
+    is_script = options.cell.endswith(".py")
+    options.backend = options.backend or ([] if is_script else [_backend_of(options.cell)])
+    options.cells = [options.cell]
+    arguments = [*_given(options, Selection, Ranks), "--no-bisect", "--quiet"]
+
+    def ask(pins: Pins) -> Answer:
+        requirements = tuple(f"{name}=={version}" for name, version in pins.items())
+        try:
+            made = make_environment(replace(wanted, requirements=requirements))
+        except Unmade as error:
+            return Answer(state="", reason=str(error))
+        if is_script:
+            return _answer_of_script(Path(options.cell), made)
+        out = folder / str(len([*folder.iterdir()]))
+        try:
+            run_in(made, out, options.backend, arguments)
+        except UsageError as error:
+            return Answer(state="cannot be run", reason=str(error))
+        _, entries = read_run(out)
+        if len(entries) != 1:
+            raise UsageError(f"{options.cell} is {len(entries)} cells; give the id of one, as parity list shows it")
+        verdict = entries[0].verdict
+        return Answer(state=STATES[verdict.state].name, stage=verdict.first_stage, reason=verdict.reason)
+
+    return ask
+
+
+def _backend_of(cell: str) -> str:
+    parts = cell.split("/")
+    if len(parts) < 5:
+        raise UsageError(f"{cell!r} is not the id of a cell, such as sft-packed/qwen3/megatron/dp2/exact, or a script")
+    return parts[2]
+
+
+def _answer_of_script(script: Path, made: Made) -> Answer:
+    """Runs a script, such as of docs/findings: its exit code is the answer, or that it raised."""
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}")
+    command = [made.python, script.name]
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=600)
+    raised = done.returncode and "Traceback (most recent call last)" in done.stderr
+    lines = (done.stderr if raised else done.stdout).strip().splitlines()
+    return Answer(state="raised" if raised else f"exit code {done.returncode}", reason=lines[-1] if lines else "")
