@@ -8,8 +8,8 @@ another environment (`--python BACKEND=EXECUTABLE`), where the process is
 
     python -P -m conformance.backends.registry BACKEND
 
-The environment needs the imports of conformance.worker.phase (this version of
-backend-parity with ``pip install --no-deps``, torch, numpy, pydantic and safetensors) and those of the adapter.
+The environment needs this version of backend-parity (``pip install --no-deps``), what ranks of every backend import
+(OF_RANKS), and the imports of the adapter. `parity matrix` makes such environments.
 """
 
 import contextlib
@@ -46,6 +46,7 @@ from conformance.backends.protocol import (
 )
 from conformance.backends.protocol import find_backend as find_here
 from conformance.core import packages as own_packages
+from conformance.core.environments import OF_RANKS
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import no_link
 from conformance.core.packages import package_version
@@ -60,7 +61,7 @@ _TICK_S = 0.25
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
 Made = TypeVar("Made")
-_NEEDS = "needs backend-parity {} (pip install --no-deps), torch, numpy, pydantic and safetensors"
+_NEEDS = f"needs backend-parity {{}} (pip install --no-deps), {', '.join(OF_RANKS)}"
 
 
 class AskFailed(Exception):

@@ -168,7 +168,8 @@ def _matrix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--environment", action="append", default=[], metavar="NAME", help="only this one; may be repeated"
     )
-    add_options(parser, Selection, Ranks, AtOnce, Output, Kept, without=("python",))
+    groups = add_options(parser, Selection, Ranks, AtOnce, Output, Kept, without=("python",))
+    groups[RECORDS].add_argument("--no-bisect", action="store_true", help=NO_BISECT)
     parser.set_defaults(python=None)
 
 

@@ -39,6 +39,7 @@ def matrix_command(options: argparse.Namespace) -> int:
     chosen = _chosen(read_environments(options.file), options.environment, options.file)
     backends = tuple(options.backend or registered_backends())
     out, arguments = output_folder(options.out), _given(options, Selection, Ranks, AtOnce, Kept)
+    arguments += ["--no-bisect"] * options.no_bisect
     codes = []
     for name, wanted in chosen.items():
         _say(f"environment {name}: {', '.join(wanted.requirements) or 'what is installed'}")

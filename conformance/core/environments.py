@@ -30,6 +30,7 @@ from conformance.core.host import cache_folder
 from conformance.core.io import locked, read_toml, write_file
 from conformance.core.packages import ROOT, package_version
 
+OF_RANKS = ("numpy", "pydantic>=2.10", "safetensors>=0.6", "torch>=2.11")  # what ranks of every backend import
 LOCK = "requirements.lock"
 NAME = r"^[A-Za-z0-9][\w.+-]*$"
 _SUITE = ("conformance", "impl", "parity", "reports")
@@ -171,7 +172,7 @@ def releases(package: str, wanted: Environment) -> list[str]:
 
 def _resolved(wanted: Environment) -> str:
     """Returns the lock of the requirements. Raises Unmade."""
-    requirements = [*wanted.requirements, *(() if wanted.inherits else _of_ranks())]
+    requirements = [*wanted.requirements, *(() if wanted.inherits else OF_RANKS)]
     if not requirements:
         return ""
     with_dependencies = wanted.dependencies if wanted.dependencies is not None else not wanted.inherits
@@ -219,12 +220,6 @@ def _bare(wanted: Environment) -> str:
         if not (folder / "pyvenv.cfg").is_file():
             make_venv(folder, python, pip=False)
     return str(folder / "bin" / "python")
-
-
-def _of_ranks() -> list[str]:
-    """Returns what every rank imports: the requirements of the extra ``worker``."""
-    declared = (one.partition(";") for one in distribution("backend-parity").requires or ())
-    return [requirement.strip() for requirement, _, marker in declared if re.search(r"extra == ['\"]worker", marker)]
 
 
 def _add_suite(packages: Path) -> None:

@@ -5,6 +5,7 @@ The other environment is a venv of this test. It finds the suite and torch by a 
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from typing import Any, ClassVar
 import pytest
 from plain_profile import write_profile
 
-from conformance.backends.protocol import BackendInfo, Supported, Unsupported
+from conformance.backends.protocol import BackendInfo, BrokenBackend, Supported, Unsupported
 from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_of, find_backend, versions_of
 from conformance.cli import main as cli
+from conformance.core.environments import OF_RANKS
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.judge import verdict
@@ -158,7 +160,7 @@ def test_an_environment_that_cannot_be_used_is_one_message(
 ) -> None:
     with pytest.raises(UsageError, match="No such file or directory; give the executable of an environment"):
         find_backend("a", str(tmp_path / "python"))
-    with pytest.raises(UsageError, match=r"it does not answer; the environment needs backend-parity .* torch, numpy"):
+    with pytest.raises(UsageError, match=r"it does not answer; the environment needs backend-parity .* numpy, .*torch"):
         find_backend("a", "/bin/false")
     with pytest.raises(UsageError, match="unknown backend 'nobody'"):
         find_backend("nobody", python)
@@ -167,15 +169,58 @@ def test_an_environment_that_cannot_be_used_is_one_message(
         assert words in capsys.readouterr().err
 
 
+# Hides all packages but those of the arguments and what they need, and imports what a rank imports.
+ONLY = """
+import importlib.metadata, re, sys
+
+allowed, left = {"backend-parity"}, sys.argv[1:]
+while left:
+    name = re.match("[A-Za-z0-9._-]+", left.pop())[0].replace("_", "-").lower()
+    try:
+        needs = importlib.metadata.requires(name) or () if name not in allowed else ()
+    except importlib.metadata.PackageNotFoundError:
+        continue
+    allowed.add(name)
+    left += [need for need in needs if "extra ==" not in need]
+found = importlib.metadata.packages_distributions()
+hidden = {top for top, owners in found.items() if not {o.replace("_", "-").lower() for o in owners} & allowed}
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
+
+sys.meta_path.insert(0, Hide())
+import conformance.worker.phase, conformance.backends.registry, conformance.runtime.worker_main
+print(*({owner.lower() for name in {*sys.modules} for owner in found.get(name, ())}))
+"""
+
+
+def imported_by_ranks(*packages: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", ONLY, *packages]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_an_adapter_that_breaks_there_is_an_entry_until_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the other backends of the run go on, and its cells say why."""
+    hello = {"kind": "broken", "message": "backend 'torn' cannot be imported: OSError: no symbol"}
+    process = SimpleNamespace(hello=hello, end=lambda: None)
+    monkeypatch.setattr("conformance.backends.registry.EnvironmentProcess", lambda *_, **__: process)
+    entry = find_backend("torn_adapter:Torn", "/v/bin/python")
+    assert (entry.name, entry.target, entry.python) == ("torn", "torn_adapter:Torn", "/v/bin/python")
+    with pytest.raises(BrokenBackend, match=r"^--python torn_adapter:Torn=/v/bin/python: .*OSError: no symbol"):
+        adapter_of(entry)
+
+
 @pytest.mark.exhaustive
-def test_a_phase_needs_the_suite_torch_and_little_else() -> None:
-    modules = "conformance.worker.phase, conformance.backends.registry, conformance.runtime.worker_main"
-    code = f"import sys, {modules}; print(*sys.modules)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    packages = {module.partition(".")[0] for module in done.stdout.split()}
-    assert packages >= {"torch", "numpy", "pydantic", "safetensors"}
-    assert not {"transformers", "pandas", "rich", "shtab", "pytest", "tokenizers"} & packages
+def test_ranks_import_exactly_their_declared_packages() -> None:
+    names = [re.split("[>=<]", one)[0] for one in OF_RANKS]
+    done = imported_by_ranks(*OF_RANKS)
+    assert not done.returncode, done.stderr
+    assert {*names} <= {*done.stdout.split()}
+    missing = imported_by_ranks(*(one for one in OF_RANKS if not one.startswith("pydantic")))
+    assert "pydantic is hidden" in missing.stderr  # the check sees what is not declared
 
 
 def test_versions_of_what_an_adapter_names_are_in_the_environment_of_a_run() -> None:

@@ -4,26 +4,15 @@ import importlib.machinery
 import importlib.util
 import subprocess
 import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cells import slow
+from wheels import write_wheel
 
 ROOT = Path(__file__).parents[2]
-
-
-def wheel(folder: Path, name: str, version: str) -> None:
-    """Write a wheel that holds nothing but its name."""
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        file.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr(f"{info}/RECORD", "")
 
 
 @pytest.fixture
@@ -33,9 +22,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    (tmp_path / "wheels").mkdir()
     for name, version in (("toy", "2.0"), ("toy", "1.0"), ("suite", "1")):
-        wheel(tmp_path / "wheels", name, version)
+        write_wheel(tmp_path / "wheels", name, version, {})
     loader = importlib.machinery.SourceFileLoader("framework_script", str(ROOT / "scripts" / "framework"))
     spec = importlib.util.spec_from_loader("framework_script", loader)
     assert spec is not None

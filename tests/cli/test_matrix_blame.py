@@ -1,0 +1,197 @@
+"""parity matrix and parity blame: cells in environments made on demand, and the release that changed a cell."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain_profile import write_profile
+from report_sample import write_sample
+from wheels import write_wheel
+
+from conformance.cli import environments as command
+from conformance.cli.environments import Answer, Bisection
+from conformance.cli.main import main
+from conformance.core import environments
+from conformance.core.environments import Environment, Made, Unmade, read_environments
+from conformance.core.errors import UsageError
+from conformance.results.output_folders import EnvironmentRun, write_environment
+from reports.board import Board, columns_of, read_board
+
+ROOT = Path(__file__).parents[2]
+
+
+def bisected(letters: str) -> tuple[list[int], Bisection]:
+    """Bisects sets whose answers are letters; a dot has no environment. Returns the ends and the bisection."""
+    sets = [{"p": letter} for letter in letters]
+    one = Bisection(names=[*letters], sets=sets, ask=lambda pins: Answer(state=pins["p"].strip(".")))
+    return [*one.run()], one
+
+
+@pytest.mark.parametrize(
+    ("letters", "ends"),
+    [
+        ("gb", [0, 1]),
+        ("gggggggb", [6, 7]),
+        ("gbbbbbbb", [0, 1]),
+        ("gg..bb", [1, 4]),
+        ("g.g.b.b", [2, 4]),
+        ("ggxxbb", [1, 4]),  # answers of a third kind are at neither side
+    ],
+)
+def test_bisection_ends_beside_the_change(letters: str, ends: list[int]) -> None:
+    found, one = bisected(letters)
+    assert found == ends
+    assert len(one.answers) <= 2 + len(letters) // 2 or "." in letters or "x" in letters
+
+
+@pytest.mark.parametrize(("letters", "words"), [("ggg", "give the same answer"), (".gb", "has no answer")])
+def test_ends_without_a_change_are_refused(letters: str, words: str) -> None:
+    with pytest.raises(UsageError, match=rf"{words}.*give other --good and --bad"):
+        bisected(letters)
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script, and environments in which it fails from release 3 of package b on; release 2 cannot be installed."""
+
+    def make(wanted: Environment) -> Made:
+        pins = dict(one.split("==") for one in wanted.requirements)
+        if pins.get("b") == "2":
+            raise Unmade("no wheel of b 2")
+        python = tmp_path / "-".join(["python", *pins.values()])
+        python.write_text(f"#!/bin/sh\necho b is {pins.get('b')}; exit {int(pins.get('b', '0') >= '3')}\n")
+        python.chmod(0o755)
+        return Made(python=str(python), lock="\n".join(wanted.requirements))
+
+    monkeypatch.setattr(command, "make_environment", make)
+    monkeypatch.setattr(command, "releases", lambda package, wanted: [*"12345"])
+    monkeypatch.setattr(command, "package_version", lambda package: "1")
+    script = tmp_path / "script.py"
+    script.touch()
+    return script
+
+
+def test_blame_names_the_release_and_what_was_skipped(stubs: Path, capsys: Any) -> None:
+    assert main(["blame", str(stubs), "--package", "b", "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert (told["package"], told["before"]["release"], told["after"]["release"]) == ("b", "1", "3")
+    assert (told["before"]["state"], told["after"]["state"]) == ("exit code 0", "exit code 1")
+    assert told["skipped"] == {"2": "no environment: no wheel of b 2"}
+    assert main(["blame", str(stubs), "--package", "b", "--good", "5", "--bad", "3"]) == 2
+    assert "b 5 and b 3 give the same answer (exit code 1: b is 5)" in capsys.readouterr().err
+
+
+def test_of_several_packages_blame_first_finds_the_package(stubs: Path, capsys: Any) -> None:
+    file = stubs.with_name("two.toml")
+    file.write_text(
+        '[environments.old]\nrequirements = ["a==1", "b==3", "c==1"]\n'
+        '[environments.new]\nrequirements = ["a==4", "b==1", "c==5"]\n'
+    )
+    assert main(["blame", str(stubs), "--in", str(file), "--good", "new", "--bad", "old"]) == 3
+    out = capsys.readouterr().out
+    assert "changed with b 3 (1 before)\n  before: exit code 0: b is 1\n  after:  exit code 1: b is 3\n" in out
+    assert "b 2 was skipped, and may have changed it already: no environment: no wheel of b 2" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give --package NAME, or --in FILE.toml"),
+        (["--package", "b", "--bad", "9"], "the index has no b 9 for this Python; it has 1, 2, 3, 4, 5"),
+        (["--package", "b", "--bad", "1"], "--good and --bad are both 1"),
+        (["--in", "no.toml", "--good", "a", "--bad", "b"], "there is no file no.toml"),
+        (["--in", "no.toml", "--good", "a"], "needs two of its environments"),
+    ],
+)
+def test_wrong_use_of_blame_is_told(stubs: Path, words: list[str], message: str, capsys: Any) -> None:
+    assert main(["blame", str(stubs), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no environments"),
+        ("[environments.a]\nrequirement = []", "there is no such key"),
+        ("[environments.a]\nrequirements = 'torch'", "must be a list"),
+        ("[environments.'../a']\nrequirements = []", "should match pattern"),
+    ],
+)
+def test_a_wrong_file_of_environments_is_told(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_environments(tmp_path / "e.toml")
+
+
+def test_torch_for_cuda_is_never_installed_beside_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "package_version", lambda package: "2.13.0+cpu")
+    for lock in ("torch==2.12.0 --hash=sha256:1\n", "nvidia-cublas-cu12==12.8\ntorch==2.12.0\n"):
+        with pytest.raises(Unmade, match="belongs to torch for CUDA, several GB"):
+            environments._check_torch(lock)
+    environments._check_torch("torch==2.12.0+cpu\nnvidia-ml-py==13\n")
+    monkeypatch.setattr(environments, "package_version", lambda package: "2.13.0")
+    environments._check_torch("torch==2.12.0\n")
+
+
+def test_an_environment_is_a_column_that_says_why_it_is_empty(tmp_path: Path) -> None:
+    again = "parity matrix m.toml --environment"
+    for name, note in (("new", ""), ("old", "no wheel of b 2")):
+        out = tmp_path / name if note else write_sample(tmp_path / name)
+        about = {"name": name, "note": note, "command": f"{again} {name}", "backends": ("deepspeed",)}
+        write_environment(out, EnvironmentRun(lock="b==2 --hash=sha256:1\n", **about))
+    columns = {one.version: one for one in [*columns_of(tmp_path / "new"), *columns_of(tmp_path / "old")]}
+    ran, empty = columns["new"], columns["old"]
+    assert ran.versions["b"] == "2"
+    assert all(square.reproduce.startswith(f"{again} new --") for square in ran.squares.values())
+    board = Board(columns=(ran, empty))
+    gap = board.square(empty, board.rows[0])
+    assert (gap.state, gap.cause) == ("gap", "no wheel of b 2")
+    assert gap.reproduce.startswith(f"{again} old --cells")
+
+
+ADAPTER = """
+import planted, plain_backend
+from conformance.backends.protocol import BackendInfo
+
+if planted.WRONG:
+    plain_backend.clip_coefficient = lambda norm, most: 1.0
+
+class Planted(plain_backend.Plain):
+    @classmethod
+    def describe(cls):
+        return BackendInfo(name="planted", packages=("planted",))
+"""
+RELEASES = {"1.0": "WRONG = False", "1.1": "WRONG = False", "1.2": "WRONG = True", "1.3": "raise OSError('no symbol')"}
+
+
+@pytest.mark.slow
+def test_cells_run_in_environments_made_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Real environments, by venv and pip: one release is wrong, one needs another Python, one breaks on import."""
+    wheels, paths = tmp_path / "wheels", [str(ROOT), str(ROOT / "tests" / "support")]
+    settings = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": str(wheels), "PATH": "/bin"}
+    settings |= {"PARITY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": ":".join(paths)}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    for version, text in RELEASES.items():
+        more = "Requires-Python: >=4\n" * (version == "1.1")
+        write_wheel(wheels, "planted", version, {"planted.py": text, "planted_adapter.py": ADAPTER}, more=more)
+    file, out = tmp_path / "m.toml", tmp_path / "out"
+    file.write_text("".join(f'[environments."{v}"]\nrequirements = ["planted=={v}"]\n' for v in (*RELEASES, "9")))
+    backend = ["--backend", "planted_adapter:Planted", "--profile", write_profile(tmp_path)]
+    assert main(["matrix", str(file), *backend, "--cells", "*/dp2/*", "--no-bisect", "--out", str(out)]) == 1
+    assert "tiny/llama/planted/dp2/fp32: 1.0 pass, 1.2 fail, 1.3 infrastructure" in capsys.readouterr().out
+    board = read_board(out / "board.json")
+    found = {one.version: board.square(one, board.rows[0]) for one in board.columns}
+    assert {version: square.state for version, square in found.items()} == {
+        **{"1.0": "pass", "1.1": "gap", "1.2": "differs", "1.3": "gap", "9": "gap"}
+    }
+    assert "different python version: 1.1 Requires-Python >=4" in found["1.1"].cause
+    assert "cannot be imported: OSError" in found["1.3"].cause
+    assert "No matching distribution found for planted==9" in found["9"].cause
+    cell = "tiny/llama/planted/dp2/fp32"
+    assert main(["blame", cell, *backend, "--package", "planted", "--good", "1.0", "--bad", "1.2", "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert (told["before"]["release"], told["after"]["release"]) == ("1.0", "1.2")
+    assert (told["before"]["state"], told["after"]["stage"]) == ("pass", "clipped update")
+    assert "Requires-Python >=4" in told["skipped"]["1.1"]
