@@ -138,7 +138,7 @@ def test_an_environment_is_a_column_that_says_why_it_is_empty(tmp_path: Path) ->
     again = "parity matrix m.toml --environment"
     for name, note in (("new", ""), ("old", "no wheel of b 2")):
         out = tmp_path / name if note else write_sample(tmp_path / name)
-        about = {"name": name, "note": note, "command": f"{again} {name}", "backends": ("deepspeed",)}
+        about: Any = {"name": name, "note": note, "command": f"{again} {name}", "backends": ("deepspeed",)}
         write_environment(out, EnvironmentRun(lock="b==2 --hash=sha256:1\n", **about))
     columns = {one.version: one for one in [*columns_of(tmp_path / "new"), *columns_of(tmp_path / "old")]}
     ran, empty = columns["new"], columns["old"]
