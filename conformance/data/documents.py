@@ -13,12 +13,12 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from conformance.core.errors import UsageError
-from conformance.data.forms import Sample, mismatched, read_labelled, read_preferences, read_samples
+from conformance.data.forms import Sample, mismatched, read_labelled, read_preferences, read_samples, read_steps
 from conformance.data.tokenizer import Documents, load_tokenizer
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row
@@ -68,7 +68,8 @@ def _samples(scenario: Scenario) -> list[tuple[int, Sample]]:
     if reads == "preferences":
         read = [*read_preferences(data)]
     else:
-        read = [(sample,) for sample in (read_labelled if reads == "labelled answers" else read_samples)(data)]
+        readers = {"labelled answers": read_labelled, "labelled steps": read_steps}
+        read = [(sample,) for sample in readers.get(reads, read_samples)(data)]
     numbered = list(enumerate(read, start=1))
     random.Random(scenario.seed).shuffle(numbered)
     samples = [(number, sample) for number, together in numbered for sample in together]
@@ -217,9 +218,9 @@ def pack(units: Sequence[Unit | None], *, max_len: int) -> Iterator[tuple[Docume
 def _batch(step: int, rows: Iterator[tuple[Document, ...]], scenario: Scenario) -> Batch:
     data = scenario.data
     masked_from = data.rows
-    if scenario.objective.reads == "samples" and step < 2:
+    if scenario.objective.reads not in IN_PAIRS and step < 2:
         masked_from = -(-data.rows * 5 // 6) if step == 0 else -(-data.rows * 2 // 3)
     chosen = [next(rows) for _ in range(data.rows)]
     for i in range(masked_from, data.rows):
-        chosen[i] = tuple(Document(d.tokens, (False,) * len(d.tokens)) for d in chosen[i])
+        chosen[i] = tuple(replace(d, targets=(False,) * len(d.tokens)) for d in chosen[i])
     return Batch(step, data.max_len, tuple(Row(i, documents) for i, documents in enumerate(chosen)))

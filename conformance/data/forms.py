@@ -20,6 +20,7 @@ from conformance.core.host import resolve
 from conformance.data.samples import (
     PREFERENCE_COLUMNS,
     ROLLOUT_COLUMNS,
+    STEPWISE_COLUMNS,
     Place,
     check_unmasked,
     has_targets,
@@ -72,6 +73,11 @@ EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     ("labelled answers, for KTO", "the answer", {"prompt": "2 + 3?", "completion": "6", "label": False}),
     (
+        "labelled steps, for process rewards (TRL's stepwise supervision)",
+        "the line break behind each step",
+        {"prompt": "2 + 3?", "completions": ["2 + 2 = 4", "4 + 1 = 6"], "labels": [True, False]},
+    ),
+    (
         "rollouts, for GRPO and PPO",
         "the tokens of the response that no column that is called a mask takes away",
         {
@@ -104,7 +110,8 @@ class Sample:
     messages: the turns, in order. first: the number of the first turn that may be trained on; assistant turns from
     there on are, unless a turn says that it is not. tools: what the chat template gets as such. is_pair: whether the
     texts can do without a template. tokens, targets: of a sample that has been tokenized before, which has no turns.
-    columns: numbers of the whole sample that an objective reads. record: all columns, as they were read.
+    columns: numbers of the whole sample that an objective reads. steps, labels: of an answer in steps, the texts and
+    their labels. record: all columns, as they were read.
     """
 
     messages: tuple[Message, ...] = ()
@@ -114,6 +121,8 @@ class Sample:
     tokens: tuple[int, ...] = ()
     targets: tuple[bool, ...] = ()
     columns: Mapping[str, float] = field(default_factory=dict)
+    steps: tuple[str, ...] = ()
+    labels: tuple[float, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -198,6 +207,42 @@ def read_labelled(config: DataConfig) -> list[Sample]:
     if not is_builtin(path):
         _name_unused([record for _, record in records], columns, config.path, lambda column: column == LABEL)
     return [_labelled(record, columns, place) for place, record in records]
+
+
+def read_steps(config: DataConfig) -> list[Sample]:
+    """Reads answers in labelled steps, at most ``config.max_samples``.
+
+    Raises UsageError, which names the file and the line or the number of the sample, for a wrong one.
+    """
+    path = resolve(config.path)
+    records = read_dataset(path, most=config.max_samples, split=config.split)
+    if not is_builtin(path):
+        used = (*STEPWISE_COLUMNS,)
+        _name_unused([record for _, record in records], used, config.path, lambda column: column in used)
+    return [_stepwise(record, place) for place, record in records]
+
+
+def _stepwise(record: Mapping[str, Any], place: Place) -> Sample:
+    if missing := [key for key in STEPWISE_COLUMNS if not _has(record, key)]:
+        raise UsageError(
+            f"{place}: no column {missing[0]!r}; found {_names(record)}; labelled steps have 'prompt', 'completions' "
+            f"and 'labels'; give such a file to --data (data.path), or use a scenario of objective 'sft'"
+        )
+    prompt, steps, labels = (record[key] for key in STEPWISE_COLUMNS)
+    if not isinstance(steps, list) or not isinstance(labels, list) or not steps or len(steps) != len(labels):
+        raise UsageError(
+            f"{place}: 'completions' and 'labels' must be lists of the same length, a text and a label for each step; "
+            f"got {shown(steps)} and {shown(labels)}"
+        )
+    if wrong := [label for label in labels if not isinstance(label, int | float) or not 0 <= label <= 1]:
+        raise UsageError(
+            f"{place}: each of 'labels' must be 1 (true) for a right step, 0 (false) for a wrong one, or a number "
+            f"between, got {shown(wrong[0])}; correct or remove the sample"
+        )
+    texts = tuple(_text(step, "completions", place) for step in steps)
+    answered = {"prompt": prompt, "completion": "\n".join(texts)}
+    sample = _sample(answered, ("prompt", "completion"), place)
+    return replace(sample, steps=texts, labels=tuple(map(float, labels)), record=record)
 
 
 def _labelled(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> Sample:

@@ -29,6 +29,7 @@ LONGEST_LINE = 8 * MIB  # bytes; JSON may need six bytes for one character
 ROLLOUT_COLUMNS = frozenset({"prompt_ids", "completion_ids"})
 PREFERENCE_COLUMNS = ("chosen", "rejected")
 LABELLED_COLUMNS = frozenset({"prompt", "completion", "label"})
+STEPWISE_COLUMNS = ("prompt", "completions", "labels")
 
 Record = dict[str, Any]
 Place = str  # where a record was found, for messages: "FILE, line 3"
@@ -68,6 +69,8 @@ def reads_of(path: Path, *, split: str | None = None) -> Reads:
         return "rollouts"
     if first.keys() >= {*PREFERENCE_COLUMNS}:
         return "preferences"
+    if first.keys() >= {*STEPWISE_COLUMNS}:
+        return "labelled steps"
     return "labelled answers" if first.keys() >= LABELLED_COLUMNS else "samples"
 
 

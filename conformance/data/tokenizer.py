@@ -29,7 +29,8 @@ from conformance.core.io import MIB
 from conformance.data.forms import Sample
 from conformance.data.samples import is_builtin
 from conformance.models.folder_checks import CONFIG, Files, files_of, runs_code
-from conformance.spec.batch import Document
+from conformance.spec.batch import Column, Document
+from conformance.spec.preferences import LABEL
 from conformance.spec.scenario import DataConfig
 
 Encoded = tuple[tuple[int, ...], tuple[bool, ...]]  # the tokens, and whether each is a target
@@ -85,6 +86,8 @@ def encode(sample: Sample, tokenizer: Any) -> Encoded:
     """
     if sample.tokens:
         return sample.tokens, sample.targets
+    if sample.steps:
+        return _of_steps(sample, tokenizer)
     if tokenizer.chat_template is None:
         tokens, spans = _without_template(sample, tokenizer)
     else:
@@ -104,6 +107,17 @@ def encode(sample: Sample, tokenizer: Any) -> Encoded:
         if start >= end:
             raise UsageError(f"the chat template leaves out the answer {answer}; correct the tokenizer's files")
         targets[start:end] = [True] * (end - start)
+    return tuple(tokens), tuple(targets)
+
+
+def _of_steps(sample: Sample, tokenizer: Any) -> Encoded:
+    """Joins the prompt and the steps, which are tokenized apart, as in TRL. The target is the line break behind each
+    step."""
+    tokens = [*encode_prompt(sample, tokenizer)]
+    targets = [False] * len(tokens)
+    for step in sample.steps:
+        own = [*_tokens(step, tokenizer), *_tokens("\n", tokenizer)]
+        tokens, targets = tokens + own, [*targets, *[False] * (len(own) - 1), True]
     return tuple(tokens), tuple(targets)
 
 
@@ -343,7 +357,11 @@ class Documents:
         Raises UsageError for a document that is too long and may not be cut or left out, or that cannot be encoded.
         """
         (tokens, targets), limit = self._encode(index), self.config.max_len
-        columns = self._samples[index][1].columns
+        sample = self._samples[index][1]
+        columns: dict[str, Column] = {**sample.columns}
+        if sample.labels:
+            labels = iter(sample.labels)
+            columns[LABEL] = tuple(next(labels) if target else 0.0 for target in targets)[:limit]
         if len(tokens) > limit and self.config.too_long == "drop":
             return None
         if not any(targets[:limit]):
@@ -419,7 +437,7 @@ class Documents:
     def _encode(self, index: int) -> Encoded:
         if index not in self._encoded:
             number, sample = self._samples[index]
-            key = (sample.is_pair, sample.first, repr((sample.messages, sample.tools)))
+            key = (sample.is_pair, sample.first, repr((sample.messages, sample.tools, sample.steps)))
             try:
                 with computing_at_most(SAMPLE_LIMIT_S):
                     encoded = self._shared.get(key) if sample.messages else None

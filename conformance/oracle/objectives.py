@@ -12,7 +12,7 @@ from torch import Tensor
 from conformance.oracle.distillation import DistillationFunctions
 from conformance.oracle.loss_terms import OracleFunctions, RolloutFunctions, Term, target_logprobs, target_positions
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions, ResponseFunctions
-from conformance.oracle.preferences import KtoFunctions, PreferenceFunctions, RewardFunctions
+from conformance.oracle.preferences import KtoFunctions, PreferenceFunctions, RewardFunctions, StepFunctions
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective, known_kinds
@@ -66,5 +66,6 @@ FUNCTIONS: dict[str, Callable[[Any], OracleFunctions]] = {
     "dpo": PreferenceFunctions,
     "reward": RewardFunctions,
     "kto": KtoFunctions,
+    "prm": StepFunctions,
     "distillation": DistillationFunctions,
 }

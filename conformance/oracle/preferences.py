@@ -1,4 +1,4 @@
-"""Computes the losses of preference pairs, written from the papers that conformance.spec.preferences names.
+"""Computes the losses of preferences and labelled steps, from the papers that conformance.spec.preferences names.
 
 A function sees one answer at a time. The score of the pair's other answer has been computed before, in a pass over the
 whole step without gradients. The gradient of a pair's loss is the sum of its gradients with respect to both scores.
@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from conformance.oracle.loss_terms import Term, target_logprobs
+from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
 from conformance.spec.batch import Batch, Document
 from conformance.spec.observables import POLICY, REFERENCE, REWARD, terms_of
-from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, RewardModel
+from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, ProcessRewardModel, RewardModel
 
 
 class PreferenceFunctions:
@@ -166,6 +166,35 @@ class KtoFunctions:
             loss = o.undesirable_weight * (1 - torch.sigmoid(-o.beta * above)) / count
         rows = {"logprob": logprobs, "margin": above.expand_as(logprobs), terms_of("loss"): loss[None]}
         return Term(loss=loss, values={"loss": loss.item()}, rows=rows)
+
+
+class StepFunctions:
+    """Computes the loss of rewards of steps (arXiv 2312.08935, equation 3). Implements ScoringFunctions."""
+
+    def __init__(self, objective: ProcessRewardModel) -> None:
+        pass
+
+    def value_positions(self, document: Document) -> Tensor:
+        return target_positions(document)
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        return {"token_count": batch.target_count}
+
+    def term(
+        self,
+        model: str,
+        output: Tensor,
+        document: Document,
+        *,
+        totals: Mapping[str, float],
+        earlier: Mapping[str, Tensor],
+        stable: torch.dtype,
+    ) -> Term:
+        ends = target_positions(document)
+        scores, labels = output[ends, 0].to(stable), torch.tensor(document.columns[LABEL], dtype=stable)[ends]
+        losses = (labels * _surprise(scores) + (1 - labels) * _surprise(-scores)) / totals["token_count"]
+        rows = {"score": scores, terms_of("loss"): losses}
+        return Term(loss=losses.sum(), values={"loss": losses.sum().item()}, rows=rows)
 
 
 def _surprise(logit: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ from conformance.spec.observables import (
     terms_of,
     trained_observables,
 )
-from conformance.spec.preferences import Dpo, Kto, RewardModel
+from conformance.spec.preferences import Dpo, Kto, ProcessRewardModel, RewardModel
 from conformance.spec.supervised import Distillation, Sft
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
@@ -308,6 +308,7 @@ BUILT_IN: dict[str, type[Any]] = {
     "dpo": Dpo,
     "reward": RewardModel,
     "kto": Kto,
+    "prm": ProcessRewardModel,
     "distillation": Distillation,
 }
 

@@ -36,7 +36,8 @@ CRITIC = Role(name="critic", head="value")
 REWARD = Role(name="reward", head="value")
 REFERENCE = Role(name="reference", trained=False)
 
-Reads = Literal["samples", "preferences", "labelled answers", "rollouts"]  # what an objective's data set holds
+# What an objective's data set holds
+Reads = Literal["samples", "preferences", "labelled answers", "labelled steps", "rollouts"]
 IN_PAIRS: tuple[Reads, ...] = ("preferences", "labelled answers")  # of which two consecutive documents stay together
 
 

@@ -1,4 +1,4 @@
-"""Configures training on preferences: DPO and its relatives, reward models and KTO, with the names of TRL.
+"""Configures training on preferences: DPO and its relatives, reward models of answers and steps, KTO; names are TRL's.
 
 A pair is a chosen and a rejected answer to one prompt, two documents that follow each other. Its margin is the
 log-ratio of the chosen answer minus that of the rejected one; the log-ratio of an answer is the sum, or with
@@ -176,6 +176,30 @@ class Kto:
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
         return [_numbered(batch) for batch in batches]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProcessRewardModel:
+    """Configures a model that rewards each step of an answer (Math-Shepherd, arXiv 2312.08935, equation 3).
+
+    The score s of a step is the number that the value head gives at its last token, which is the line break behind it.
+    The loss is -y log sigmoid(s) - (1 - y) log sigmoid(-s), averaged over all steps of the optimizer step, over all
+    ranks and micro-batches. The label y says whether the step is right, or how likely it is.
+
+    kind: the name of the objective. Two logits a token are the same model: s is their difference.
+    """
+
+    kind: Literal["prm"] = "prm"
+
+    reads: ClassVar[Reads] = "labelled steps"
+    disable_dropout: ClassVar[bool] = True
+    roles: ClassVar[tuple[Role, ...]] = (REWARD,)
+
+    def observables(self) -> tuple[Observable, ...]:
+        return (replace(rows("score", "scores"), required=False, effect_at="loss"), TOKEN_COUNT, SUMMED_LOSS)
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return batches
 
 
 def _count(key: str) -> Observable:

@@ -83,6 +83,8 @@ RL_SEAMS = {
     "answer_scores": "impl.objectives.preferences:answer_scores",
     "reward_losses": "impl.objectives.preferences:reward_losses",
     "mismatched_ratios": "impl.objectives.preferences:mismatched_ratios",
+    "step_scores": "impl.objectives.preferences:step_scores",
+    "step_losses": "impl.objectives.preferences:step_losses",
     "answer_losses": "impl.objectives.preferences:answer_losses",
     "evaluate_answers": "impl.objectives.preferences:KtoFunctions.evaluate",
     "divergences": "impl.models.outputs:divergences",

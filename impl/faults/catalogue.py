@@ -109,6 +109,8 @@ SEAMS: Mapping[str, str] = {
     "evaluate_pairs": "(functions, model, outputs, inputs, *, totals, others) -> losses of a micro-batch of pairs",
     "answer_scores": "(values, inputs) -> scores of both answers of each pair, and whether the micro-batch holds it",
     "reward_losses": "(scores, margins, objective) -> losses of pairs of a reward model",
+    "step_scores": "(values) -> at each label, the score of the step that ends with the label",
+    "step_losses": "(scores, labels) -> losses of steps",
     "mismatched_ratios": "(log-ratios, inputs) -> the log-ratio of each mismatched answer, for the KL of KTO",
     "answer_losses": "(margins, desired, objective) -> losses of labelled answers",
     "evaluate_answers": "(functions, model, outputs, inputs, *, totals, others) -> losses of labelled answers",

@@ -178,6 +178,28 @@ def centred_difference(reward_losses: Function, scores: Tensor, margins: Tensor,
 
 
 @PREFERENCE_FAULTS.add(
+    summary="the score of a step is the value that predicts its last token, as a critic's, instead of the last one",
+    source="https://github.com/huggingface/trl/blob/v1.9.2/trl/experimental/prm/prm_trainer.py: tokenize_row",
+    stage="scores",
+    cells=pairs("prm"),
+    needs="a process reward model",
+)
+def score_before_separator(step_scores: Function, values: Tensor) -> Tensor:
+    return values
+
+
+@PREFERENCE_FAULTS.add(
+    summary="a step is right if its label is 1, so the likelihood that it is right counts as wrong",
+    source="https://github.com/huggingface/trl/blob/v1.9.2/trl/experimental/prm/prm_trainer.py: int(label)",
+    stage="loss",
+    cells=pairs("prm"),
+    needs="labels between 0 and 1",
+)
+def soft_labels_cut(step_losses: Function, scores: Tensor, labels: Tensor) -> Any:
+    return step_losses(scores, labels.floor())
+
+
+@PREFERENCE_FAULTS.add(
     summary="the KL is estimated on the answers that are trained on instead of mismatched ones",
     source="arXiv 2402.01306, section 4.2: answers to other prompts, so that the estimate is not that of the rewards",
     stage="margins",

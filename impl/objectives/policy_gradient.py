@@ -22,7 +22,7 @@ from conformance.spec.supervised import TEACHER, Distillation
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate, overlong_penalty
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
-from impl.objectives.preferences import KtoFunctions, PreferenceFunctions, RewardFunctions
+from impl.objectives.preferences import Functions, KtoFunctions, PreferenceFunctions, RewardFunctions, StepFunctions
 
 RolloutOutputs = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, by (mini-batch, row): (targets of the row,)
 
@@ -276,25 +276,11 @@ class ObjectiveFunctions(Protocol):
         ...
 
 
-class SftFunctions:
+class SftFunctions(Functions):
     """Computes the SFT loss: the mean of weight times -log p over the target tokens of the whole step on all ranks.
 
     Documents without a column ``weight`` have weight 1.
     """
-
-    temperature = 1.0
-
-    def __init__(self, objective: Any) -> None:
-        pass
-
-    def wants(self, model: str) -> Wanted:
-        return frozenset({"logprobs", "targets"})
-
-    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
-        return {"token_count": sum(row.target_count for row in rows)}
-
-    def summary(self, batch: Batch) -> dict[str, float]:
-        return {}
 
     def evaluate(
         self,
@@ -316,7 +302,7 @@ class SftFunctions:
 
 
 @dataclass(frozen=True)
-class DistillationFunctions:
+class DistillationFunctions(Functions):
     """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.supervised.Distillation."""
 
     objective: Distillation
@@ -329,12 +315,6 @@ class DistillationFunctions:
         if model == TEACHER.name:
             return frozenset({"logprobs", "distribution"})
         return frozenset({"logprobs", "targets", self.objective})
-
-    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
-        return {"token_count": sum(row.target_count for row in rows)}
-
-    def summary(self, batch: Batch) -> dict[str, float]:
-        return {}
 
     def evaluate(
         self,
@@ -364,6 +344,7 @@ FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
     "dpo": PreferenceFunctions,
     "reward": RewardFunctions,
     "kto": KtoFunctions,
+    "prm": StepFunctions,
     "distillation": DistillationFunctions,
 }
 

@@ -1,41 +1,65 @@
-"""Computes the losses of pairs of answers for micro-batches, which hold whole pairs; all reference backends share them.
+"""Computes the losses of preferences, answers and steps for micro-batches; all reference backends share them.
+
+A micro-batch holds whole pairs.
 
 The oracle's functions were written independently (conformance/oracle/preferences.py).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pad
 
-from conformance.spec.batch import Batch, Row
+from conformance.spec.batch import Batch, Column, Document, Row
 from conformance.spec.observables import REFERENCE
-from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, RewardModel
+from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, ProcessRewardModel, RewardModel
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 
 
 @dataclass(frozen=True)
-class PreferenceFunctions:
-    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.preferences.Dpo."""
+class Functions:
+    """Implements what most objectives share of impl.objectives.policy_gradient.ObjectiveFunctions: the log-probs of a
+    policy, perhaps of a reference, and a mean over target tokens."""
 
-    objective: Dpo
-    temperature = 1.0
+    objective: Any
+
+    @property
+    def temperature(self) -> float:
+        return 1.0
 
     def wants(self, model: str) -> Wanted:
         return frozenset({"logprobs"} if model == REFERENCE.name else {"logprobs", "targets"})
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
-        trained = [document for row in rows for document in row.documents if any(document.targets)]
-        chosen = [document for document in trained if document.columns[SIDE] == 1]
-        pairs = {document.columns[PAIR] for document in chosen}
-        assert {d.columns[PAIR] for d in trained if d.columns[SIDE] == -1} == pairs, "ranks hold whole pairs"
-        tokens = [sum(sum(document.targets) for document in some) for some in (trained, chosen)]
-        return {"token_count": tokens[0], "pair_count": len(chosen), "chosen_count": tokens[1]}
+        return {"token_count": sum(row.target_count for row in rows)}
 
     def summary(self, batch: Batch) -> dict[str, float]:
         return {}
+
+
+def chosen_answers(rows: Sequence[Row]) -> list[Document]:
+    """Returns the chosen, or matched, answer of each pair; rows without whole pairs are an error."""
+    sides: dict[Column, list[Document]] = {1: [], -1: []}
+    for document in (document for row in rows for document in row.documents):
+        sides[document.columns[SIDE]].append(document)
+    chosen, rejected = ({document.columns[PAIR] for document in side} for side in sides.values())
+    assert chosen == rejected, "ranks hold whole pairs"
+    return sides[1]
+
+
+@dataclass(frozen=True)
+class PreferenceFunctions(Functions):
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.preferences.Dpo."""
+
+    objective: Dpo
+
+    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
+        chosen = chosen_answers(rows)
+        tokens = sum(sum(document.targets) for document in chosen)
+        return {**super().totals(rows), "pair_count": len(chosen), "chosen_count": tokens}
 
     def evaluate(
         self,
@@ -114,22 +138,16 @@ def pair_losses(margins: Tensor, objective: Dpo) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RewardFunctions:
+class RewardFunctions(Functions):
     """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.preferences.RewardModel."""
 
     objective: RewardModel
-    temperature = 1.0
 
     def wants(self, model: str) -> Wanted:
         return frozenset({"values"})
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
-        sides = [document.columns[SIDE] for row in rows for document in row.documents]
-        assert sides.count(1.0) == sides.count(-1.0), "ranks hold whole pairs"
-        return {"token_count": sum(row.target_count for row in rows), "pair_count": sides.count(1.0)}
-
-    def summary(self, batch: Batch) -> dict[str, float]:
-        return {}
+        return {**super().totals(rows), "pair_count": len(chosen_answers(rows))}
 
     def evaluate(
         self,
@@ -180,24 +198,52 @@ def reward_losses(scores: Tensor, margins: Tensor, objective: RewardModel) -> Te
 
 
 @dataclass(frozen=True)
-class KtoFunctions:
+class StepFunctions(Functions):
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for
+    conformance.spec.preferences.ProcessRewardModel.
+    """
+
+    objective: ProcessRewardModel
+
+    def wants(self, model: str) -> Wanted:
+        return frozenset({"values"})
+
+    def evaluate(
+        self,
+        model: str,
+        outputs: Outputs,
+        inputs: MicroBatch,
+        *,
+        totals: Mapping[str, Tensor],
+        others: Mapping[str, Outputs],
+    ) -> Evaluation:
+        assert outputs.values is not None
+        scores = step_scores(outputs.values)
+        losses = step_losses(scores, inputs.columns[LABEL])
+        loss = losses.where(inputs.targets, 0).sum() / totals["token_count"]
+        return Evaluation(loss=loss, values={"loss": loss}, rows={"score": scores})
+
+
+def step_scores(values: Tensor) -> Tensor:
+    """Returns at each label, which is the last token of a step, the number that the value head gives there."""
+    return values.roll(-1, dims=1)
+
+
+def step_losses(scores: Tensor, labels: Tensor) -> Tensor:
+    """Returns the loss of each step, any shape. conformance.spec.preferences.ProcessRewardModel has the formula."""
+    return binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
+
+
+@dataclass(frozen=True)
+class KtoFunctions(Functions):
     """Implements impl.objectives.policy_gradient.ObjectiveFunctions and impl.engine.trainer.AheadFunctions for
     conformance.spec.preferences.Kto.
     """
 
     objective: Kto
-    temperature = 1.0
-
-    def wants(self, model: str) -> Wanted:
-        return frozenset({"logprobs"} if model == REFERENCE.name else {"logprobs", "targets"})
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
-        sides = [document.columns[SIDE] for row in rows for document in row.documents]
-        assert sides.count(1.0) == sides.count(-1.0), "ranks hold whole pairs"
-        return {"token_count": sum(row.target_count for row in rows), "answer_count": sides.count(1.0)}
-
-    def summary(self, batch: Batch) -> dict[str, float]:
-        return {}
+        return {**super().totals(rows), "answer_count": len(chosen_answers(rows))}
 
     def ahead(
         self, outputs: Outputs, inputs: MicroBatch, *, totals: Mapping[str, Tensor], others: Mapping[str, Outputs]

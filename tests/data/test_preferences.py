@@ -9,8 +9,9 @@ import pytest
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.documents import build_batches
-from conformance.data.forms import read_labelled, read_preferences
+from conformance.data.forms import read_labelled, read_preferences, read_steps
 from conformance.data.samples import reads_of
+from conformance.data.tokenizer import load_tokenizer
 from conformance.spec.batch import Batch, Document
 from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE
 from conformance.spec.scenario import DataConfig, Scenario, load_scenario, parse_scenario
@@ -144,6 +145,39 @@ def test_wrong_labelled_answers_are_named(record: dict[str, Any], words: str, tm
         read_labelled(DataConfig(path=str(written(tmp_path, right, right | record))))
     with pytest.raises(UsageError, match="line 1: no column 'label'"):
         read_labelled(DataConfig(path=str(written(tmp_path, {"prompt": "2 + 3?", "completion": "5"}))))
+
+
+STEPWISE = {"prompt": "2 + 3?", "completions": ["2 + 2 = 4", "4 + 1 = 6"], "labels": [True, 0.25]}
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"labels": [True]}, "line 2: 'completions' and 'labels' must be lists of the same length"),
+        ({"completions": [], "labels": []}, "line 2: 'completions' and 'labels' must be lists"),
+        ({"labels": [1, 2]}, "line 2: each of 'labels' must be 1 .true. .*, got 2"),
+        ({"labels": [1, "no"]}, "line 2: each of 'labels' must be .*, got 'no'"),
+        ({"completions": ["4", ""]}, "line 2: 'completions' must be a non-empty text"),
+    ],
+)
+def test_wrong_steps_are_named(record: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_steps(DataConfig(path=str(written(tmp_path, STEPWISE, STEPWISE | record))))
+    with pytest.raises(UsageError, match="line 1: no column 'completions'"):
+        read_steps(DataConfig(path=str(written(tmp_path, {"prompt": "2 + 3?", "labels": [1]}))))
+
+
+def test_each_step_has_its_label_at_its_line_break(tmp_path: Path) -> None:
+    other = {**STEPWISE, "prompt": "1 + 3?", "completions": ["1 + 3 = 4"], "labels": [False]}
+    file = written(tmp_path, STEPWISE, other)
+    assert reads_of(file) == "labelled steps"
+    documents = batches_of(shipped("prm", data={"path": str(file), "rows": 6, "max_len": 64}))[2].documents
+    tokenizer = load_tokenizer(LLAMA)
+    seen = {
+        tuple((tokenizer.decode(d.tokens[i]), d.columns[LABEL][i]) for i, target in enumerate(d.targets) if target)  # type: ignore[index]
+        for d in documents
+    }
+    assert seen == {(("\n", 1.0), ("\n", 0.25)), (("\n", 0.0),)}
 
 
 def test_adapters_need_a_policy() -> None:

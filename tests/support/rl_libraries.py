@@ -6,7 +6,7 @@ of a trainer, that method is taken out of its file and called with a plain objec
 is replaced or typed anew: stand-ins are names for annotations, classes of configurations, and what gathers over ranks.
 
 ``scripts/third-opinion`` fetches the distributions; only VERSIONS are accepted, which docs/explanations/objectives.md
-speaks of.
+speaks of, and ``library==version`` of an earlier one.
 """
 
 import __future__
@@ -32,15 +32,18 @@ from torch.overrides import TorchFunctionMode
 
 VERSIONS = {"verl": "0.9.1", "trl": "1.16.0", "openrlhf": "0.11.2"}
 FOLDER = Path(__file__).resolve().parents[2] / ".third-opinion"
+EARLIER = FOLDER / "earlier"
 
 
 @cache
 def root(library: str) -> Path:
     """Where the distribution lies. Skips the test that asks if it is not there."""
-    for distribution in importlib.metadata.distributions(name=library, path=[str(FOLDER), *sys.path]):
-        if distribution.version == VERSIONS[library]:
+    name, _, version = library.partition("==")
+    version = version or VERSIONS[name]
+    for distribution in importlib.metadata.distributions(name=name, path=[str(FOLDER), str(EARLIER), *sys.path]):
+        if distribution.version == version:
             return Path(str(distribution.locate_file("")))
-    pytest.skip(f"{library} {VERSIONS[library]} is not here; scripts/third-opinion fetches it")
+    pytest.skip(f"{name} {version} is not here; scripts/third-opinion fetches it")
 
 
 class _StandIn(ModuleType):

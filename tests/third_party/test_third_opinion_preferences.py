@@ -1,11 +1,12 @@
-"""A third opinion on preferences, reward models and KTO: losses and gradients of the oracle and of impl agree with TRL
-and OpenRLHF on random pairs, in float64, one document at a time and in micro-batches of packed rows."""
+"""A third opinion on preferences, rewards of answers and steps, and KTO: losses and gradients of the oracle and of impl
+agree with TRL and OpenRLHF on random pairs, in float64, one document at a time and in micro-batches of packed rows."""
 
 import math
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,14 @@ import torch
 from rl_libraries import NoFloat32, float64_by_default, load, taken_out
 from torch import Tensor
 from torch.nn import functional
+from transformers.loss.loss_utils import ForTokenClassification
 
+from conformance.core.host import FIXTURES
+from conformance.data.forms import pair
+from conformance.data.tokenizer import encode, load_tokenizer
 from conformance.oracle.objectives import functions_of as oracle_of
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.preferences import LABEL, MARGIN, Dpo, Kto, RewardModel
+from conformance.spec.preferences import LABEL, MARGIN, Dpo, Kto, ProcessRewardModel, RewardModel
 from impl.interface.micro_batches import MicroBatch, Outputs, collate
 from impl.objectives.policy_gradient import functions_of as impl_of
 
@@ -42,6 +47,16 @@ class Case:
         pairs = zip(self.batch.documents, self.logits, self.reference, strict=True)
         return [(_targets(document, own), _targets(document, frozen)) for document, own, frozen in pairs]
 
+    @property
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """The values and the labels of all steps, (steps,)."""
+        ends = [torch.tensor(document.targets) for document in self.batch.documents]
+        labels = [torch.tensor(document.columns[LABEL]).double() for document in self.batch.documents]
+        return (
+            torch.cat([one[at, 0] for one, at in zip(self.logits, ends, strict=True)]),
+            torch.cat([one[at] for one, at in zip(labels, ends, strict=True)]),
+        )
+
 
 def _logprobs(document: Document, logits: Tensor) -> Tensor:
     """log p of each token but the first, (T - 1,)."""
@@ -55,12 +70,14 @@ def _targets(document: Document, logits: Tensor) -> Tensor:
 def case_of(seed: int, objective: Any) -> Case:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     documents = []
-    for pair in range(5):
+    for number in range(5):
         prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
-        columns = {MARGIN: pair / 2, LABEL: float(pair in (0, 3, 4))}
+        columns: dict[str, Any] = {MARGIN: number / 2, LABEL: float(number in (0, 3, 4))}
         for _ in range(2):
             answer = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
             mask = [True] + [rng.random() < 0.8 for _ in answer[1:]]  # a tool's answer may stand inside
+            if isinstance(objective, ProcessRewardModel):
+                columns = {LABEL: tuple(rng.randrange(3) / 2 for _ in (*prompt, *answer))}
             documents.append(Document((*prompt, *answer), (*(False for _ in prompt), *mask), columns))
     rows = tuple(Row(n, tuple(documents[4 * n : 4 * n + 4])) for n in range(3))
     (batch,) = objective.annotate([Batch(0, 100, rows)])
@@ -77,7 +94,7 @@ def loss_of_oracle(case: Case, objective: Any) -> Tensor:
     functions: Any = oracle_of(objective)
     documents = case.batch.documents
     outputs = [{case.role: own, "reference": frozen} for own, frozen in zip(case.logits, case.reference, strict=True)]
-    for document, both in zip(documents, outputs, strict=True):
+    for document, both in zip(documents, outputs, strict=True) if hasattr(functions, "see") else ():
         functions.see(document, {role: one.detach() for role, one in both.items()}, stable=torch.float64)
     totals, recorded, minimised = functions.totals(case.batch), 0.0, torch.zeros((), dtype=torch.float64)
     for document, both in zip(documents, outputs, strict=True):
@@ -113,7 +130,7 @@ def loss_of_impl(case: Case, objective: Any) -> Tensor:
 def packed(case: Case, rows: tuple[Row, ...]) -> tuple[MicroBatch, Outputs, dict[str, Outputs]]:
     """The micro-batch of some rows, and the outputs of the trained and of the frozen model."""
     inputs = collate(rows)
-    own, frozen = (inputs.columns["side"].new_zeros(inputs.tokens.shape) for _ in range(2))
+    own, frozen = (torch.zeros(inputs.tokens.shape, dtype=torch.float64) for _ in range(2))
     for r, row in enumerate(rows):
         start = 0
         for document in row.documents:
@@ -137,11 +154,15 @@ def packed(case: Case, rows: tuple[Row, ...]) -> tuple[MicroBatch, Outputs, dict
 def agree(objective: Any, theirs: Any) -> None:
     """Losses and gradients of both sides are those of ``theirs``, on ten random steps.
 
-    It gets the answers' log-probs, or the last values of a reward model, chosen and rejected in turn.
+    It gets the answers' log-probs, or the last values of a reward model, chosen and rejected in turn; of a process
+    reward model, the values and labels of all steps.
     """
     for seed in range(10):
         case = case_of(seed, objective)
-        wanted = theirs([one[-1, 0] for one in case.logits] if case.role == "reward" else case.answers)
+        if isinstance(objective, ProcessRewardModel):
+            wanted = theirs(*case.steps)
+        else:
+            wanted = theirs([one[-1, 0] for one in case.logits] if case.role == "reward" else case.answers)
         gradients = _gradients(wanted, case)
         for mine in (loss_of_oracle, loss_of_impl):
             with float64_by_default():
@@ -290,6 +311,53 @@ def test_rewards_of_trl_are_centred(coefficient: float) -> None:
         return loss
 
     agree(RewardModel(center_coef=coefficient), theirs)
+
+
+def test_steps_of_openrlhf_have_soft_labels() -> None:
+    """Its model of the whole vocabulary scores a step by two tokens; the score is the difference of their logits."""
+    (module,) = load("openrlhf==0.8.11", ["openrlhf.models.loss"], names=["openrlhf"])
+    right, wrong, end = 2, 5, 4
+    theirs = module.PRMLoss(end, [right, wrong])
+
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        logits = torch.randn(1, len(scores), VOCABULARY, dtype=torch.float64)
+        logits[0, :, right] = logits[0, :, wrong] + scores
+        found: Tensor = theirs(torch.full((1, len(scores)), end), logits, labels.float()[None])
+        return found
+
+    agree(ProcessRewardModel(), loss)
+
+
+def test_steps_of_trl_are_two_classes() -> None:
+    """TRL's PRMTrainer trains with the loss of transformers' token classification, whose labels are whole numbers."""
+
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        logits = torch.stack([torch.zeros_like(scores), scores], dim=-1)
+        losses = [
+            y * classified(one[None], torch.tensor([1])) + (1 - y) * classified(one[None], torch.tensor([0]))
+            for one, y in zip(logits, labels.tolist(), strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+    def classified(logits: Tensor, labels: Tensor) -> Tensor:
+        with NoFloat32():
+            found: Tensor = ForTokenClassification(logits, labels, SimpleNamespace(num_labels=2))
+        return found
+
+    agree(ProcessRewardModel(), loss)
+
+
+def test_steps_of_trl_end_at_the_separator() -> None:
+    tokenizer = load_tokenizer(FIXTURES / "models" / "llama")
+    steps, asked = ("2 + 2 = 4", "4 + 1 = 6"), "2 + 3?"
+    method = taken_out("trl==1.9.2", "trl/experimental/prm/prm_trainer.py", "PRMTrainer.tokenize_row", chain=chain)
+    row = {"prompt": asked, "completions": steps, "labels": [True, False]}
+    theirs = method(row, tokenizer, "\n", None, None, False, False)
+    tokens, targets = encode(replace(pair(asked, "\n".join(steps)), steps=steps), tokenizer)
+    answer = len(theirs["input_ids"]) - 1 - len(tokenizer(asked, add_special_tokens=False)["input_ids"])
+    assert list(tokens[-answer:]) == theirs["input_ids"][-answer:]
+    assert [label != -100 for label in theirs["labels"][-answer:]] == list(targets[-answer:])
+    assert not any(targets[:-answer])
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 1.5)])
