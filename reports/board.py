@@ -217,7 +217,7 @@ def _of_environment(out: Path, about: EnvironmentRun) -> list[Column]:
             row: replace(square, reproduce=_again(about.command, square.reproduce, without=OF_MATRIX))
             for row, square in column.squares.items()
         }
-        about_it = {"version": about.name, "note": about.note[:LONGEST_NOTE], "command": about.command}
+        about_it = {"version": about.name, "note": _cause(about.note)[:LONGEST_NOTE], "command": about.command}
         columns.append(replace(column, **about_it, squares=squares, versions={**column.versions, **own}))
     return columns
 

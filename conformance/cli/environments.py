@@ -128,8 +128,9 @@ class Answer:
         return self.state, self.stage
 
     def __str__(self) -> str:
-        first = self.reason.strip().partition("\n")[0]
-        return ": ".join(filter(None, (self.state or "no environment", first)))
+        first, *rest = self.reason.strip().splitlines() or [""]
+        traceback = f" {rest[-1].strip()}" if rest and first.endswith(":") else ""
+        return ": ".join(filter(None, (self.state or "no environment", first + traceback)))
 
 
 Ask = Callable[[Pins], Answer]

@@ -36,7 +36,7 @@ NAME = r"^[A-Za-z0-9][\w.+-]*$"
 _SUITE = ("conformance", "impl", "parity", "reports")
 _HASH = " --hash=sha256:"
 _BEST = ("--index-strategy", "unsafe-best-match")  # of all indexes, as pip does
-_ERROR = re.compile("error|ERROR|[\N{MULTIPLICATION SIGN}\N{BOX DRAWINGS LIGHT ARC UP AND RIGHT}]")
+_ERROR = re.compile("error|ERROR|\N{MULTIPLICATION SIGN}")  # pip's and uv's
 PIN = re.compile(r"^([\w.-]+)==([^\s;\\]+)", re.MULTILINE)
 
 
@@ -156,9 +156,10 @@ def called(command: Sequence[str], *arguments: str) -> str:
     environment.pop("PYTHONPATH", None)  # another Python cannot import what lies there
     done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
     if done.returncode:
-        lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        errors = [line.removeprefix("ERROR: ") for line in lines if _ERROR.match(line)]
-        raise Unmade("; ".join(_shortened(line) for line in errors or lines[-4:] or ["no output"]))
+        lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["no output"]
+        first = next((place for place, line in enumerate(lines) if _ERROR.match(line)), 0)
+        told = [_shortened(line.removeprefix("ERROR: ")) for line in lines[first:]]
+        raise Unmade("; ".join(told if len(told) < 9 else [*told[:4], "...", *told[-4:]]))
     return done.stdout
 
 

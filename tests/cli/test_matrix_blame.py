@@ -1,6 +1,8 @@
 """parity matrix and parity blame: cells in environments made on demand, and the release that changed a cell."""
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,20 @@ def test_a_wrong_file_of_environments_is_told(text: str, message: str, tmp_path:
     (tmp_path / "e.toml").write_text(text)
     with pytest.raises(UsageError, match=message):
         read_environments(tmp_path / "e.toml")
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ("WARNING: slow\nERROR: No version of b\nERROR: No matching b", "No version of b; No matching b"),
+        ("error: No solution found\n  cause: b is not in the registry", "error: No solution found; cause: b is not"),
+        ("python3.12: not found", "python3.12: not found"),
+        ("", "no output"),
+    ],
+)
+def test_the_words_of_an_installer_are_kept(told: str, words: str) -> None:
+    with pytest.raises(Unmade, match=f"^{re.escape(words)}"):
+        environments.called([sys.executable, "-c", f"import sys; sys.exit({told!r})"])
 
 
 def test_torch_for_cuda_is_never_installed_beside_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
