@@ -203,6 +203,10 @@ def exchange_claims(
     """
     due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
     yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
+    if stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout):
+        again = LEAST * accumulation * linear.layers / layout.tp / layout.pp
+        gathered = step.moved(_GATHERS, _backward, partial(_is_of_data, layout, step))
+        yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
     yield from _of_micro_batches(layout, step, trained=trained, accumulation=accumulation)
     activations = tokens * linear.hidden
     if layout.tp > 1:
@@ -259,6 +263,12 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     if layout.rep > 1:
         reduced = step.moved(("all_reduce",), _not_forward, _of_size(layout.rep))
         yield at_least("gradients are reduced over replicas", reduced, due / shards)
+
+
+def hides_gathers(layout: Layout) -> bool:
+    """Tells whether the ranks that share weights may gather activations in backward passes as well."""
+    keys = layout.sp > 1 and bool({"ckpt", "torchcp"} & set(layout.options))
+    return layout.data == 1 and (keys or layout.tp == shards_of(layout))
 
 
 def gathered_numbers(layout: Layout, step: Step) -> int:
@@ -319,6 +329,7 @@ def not_proven(
     is_cut = bool(stage) and shards_of(layout) > 1
     hidden = stage in (0, 1, 2) and shards_of(layout) > 1 and gathered_numbers(layout, step) >= LEAST * trained
     yield "whole weights in the forward pass", hidden and not layout.gathers
+    yield "weights that are gathered again", is_cut and stage == 3 and hides_gathers(layout)
     yield "bytes of optimizer states", is_cut
     yield "bytes of gradients", is_cut and stage in (2, 3)
     yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or "offload" in options)

@@ -106,6 +106,7 @@ def zero_stage(layout: Layout) -> int:
 
 BUCKET = 500_000_000  # DeepSpeed's default ``reduce_bucket_size``, in numbers
 BUCKETS = 8  # with the option ``buckets``, for all gradients of a rank
+LARGE = 7_000_000_000  # numbers of a model that ZeRO-3's defaults are made for
 LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
 
 
@@ -270,12 +271,18 @@ def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
 
         # DeepSpeed leaves small parameters whole on every rank, by their size after tensor parallelism. If that is a
         # large share of the model, as with small matrices, only parameters up to the largest vector stay whole.
-        threshold, tp = DeepSpeedZeroConfig().param_persistence_threshold, config.layout.tp
+        defaults, tp = DeepSpeedZeroConfig(), config.layout.tp
+        threshold = defaults.param_persistence_threshold
         vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
         matrices = [parameter.numel() // tp for parameter in model.parameters() if parameter.ndim >= 2]
         left = sum(size for size in vectors + matrices if size <= threshold)
         if left > MOST_LEFT_WHOLE * sum(vectors + matrices):
             zero["stage3_param_persistence_threshold"] = min(threshold, max(vectors, default=0))
+        # It also keeps what is used again within a billion numbers, and gathers 50 million ahead: all of a small model,
+        # from its forward to its backward pass. So these are the shares that they are of a large model.
+        for name in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"):
+            default: int = getattr(defaults, name)
+            zero[f"stage3_{name}"] = min(default, default * sum(vectors + matrices) // LARGE)
         # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, so all weights stay
         # gathered; DeepSpeed's own layers keep none. Compiled layers keep the parameter itself, and with DeepSpeed's
         # own layers torch 2.11 loses their gradients (docs/findings/deepspeed-compiled-biases.md).
