@@ -3,6 +3,7 @@
 Its cells are in tests/cells/test_cells_deepspeed.py.
 """
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,6 +289,19 @@ def test_zero3_whole_parameters_limit_share_of_model() -> None:
     assert left_whole("dp2.zero3", *[(400, 400)] * 2) == default
     assert left_whole("dp2.tp2.zero3", *[(400, 400)] * 2) == 400  # halves of matrices
     assert left_whole("dp2.zero3", (1, 2 * default), *[small] * 9) == default  # a vector that DeepSpeed would cut
+
+
+@pytest.mark.parametrize(("size", "share"), [((300, 300), 1 / 7), ((80_000, 100_000), 1 / 8)])
+def test_zero3_frees_small_models_between_passes(size: tuple[int, int], share: float) -> None:
+    """DeepSpeed's defaults, a billion numbers, keep all of a small model from its forward to its backward pass."""
+    from impl.deepspeed.config import cutting_settings
+
+    config = ContextConfig(layout=Layout(dp=2), precision="bf16", device="cpu", accumulation=1, packed=False)
+    with torch.device("meta"):
+        zero = cutting_settings(config, torch.nn.Linear(*size))["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == zero["stage3_max_live_parameters"]
+    assert zero["stage3_max_reuse_distance"] / math.prod(size) == pytest.approx(share, rel=0.01)
+    assert zero["stage3_prefetch_bucket_size"] == zero["stage3_max_reuse_distance"] // 20
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

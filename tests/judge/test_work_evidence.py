@@ -37,6 +37,8 @@ def honest(layout: Layout) -> Ranks:
             ["all_reduce", data, "later", 2, ACCUMULATION * TRAINED // layout.tp],
             ["all_gather", data, "update", 1, TRAINED // layout.tp],
         ]
+        if layout.zero == 3:
+            moved.append(["all_gather", data, "backward 0", 4, ACCUMULATION * LINEAR.layers // layout.tp])
         if layout.tp > 1:
             moved.append(["reduce_scatter", model, "forward", 4, 4 * activations])
         if layout.sp > 1:
@@ -140,6 +142,9 @@ def says_when(ranks: Ranks) -> None:
         rank["boundaries"] = ACCUMULATION
 
 
+AGAIN = "weights are gathered again for the backward pass, as ZeRO-3 has it"
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "claim"),
     [
@@ -175,6 +180,10 @@ def says_when(ranks: Ranks) -> None:
         ("ulysses2.zero2", gathers(TRAINED // 2 + 3 * LENGTH), ""),  # three numbers of each token beside half of this
         ("ulysses2.zero2", gathers_weights, "weights are whole in the forward pass, as ZeRO-2 has it"),
         ("sp2.torchcp.zero1", gathers_weights, ""),  # keys and values of long rows
+        ("dp2.zero3", keeps, ""),
+        ("dp4.tp2.zero3", keeps, ""),
+        ("dp4.tp2.zero3", moves_little("all_gather", "backward"), AGAIN),
+        ("sp2.ring.zero3", moves_little("all_gather", "backward"), AGAIN),
         ("dp2.tp2.zero0", keeps, "all ranks update all weights, as ZeRO-0 has it"),
         ("dp2.tp2.zero2", reduces_once, "gradients of every micro-batch are reduced, as ZeRO-2 has it"),
         ("dp2.tp2.zero1", moves_little("all_reduce"), "gradients are reduced over ranks with other rows"),
@@ -230,6 +239,8 @@ STATES, ATTENTION = "bytes of optimizer states", "share of each rank in attentio
         ("ulysses2.zero1", {STATES, ATTENTION}),
         ("dp2.zero2.offload", {"offload", STATES, "bytes of gradients"}),
         ("dp2.zero3.offload", {"offload", STATES, "bytes of gradients", "bytes of weights"}),
+        ("sp2.zero3.ckpt", {"weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
+        ("dp2.sp2.zero3.ckpt", {STATES, "bytes of gradients", ATTENTION}),
         ("dp4.rep2.zero3", {STATES, "bytes of gradients", "which ranks are replicas"}),
         ("dp2.zero1.overlap", {STATES}),
         ("pp2.zero1.overlap.manual", {"manual", "overlap"}),
