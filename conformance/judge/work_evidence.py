@@ -185,12 +185,15 @@ def _shared(own: Counter[tuple[str, str]], others: Counter[tuple[str, str]]) -> 
 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:
     """Returns the most multiplications of a rank's backward pass, if its rows and its vocabulary are padded as much as
-    libraries do. Products that a library's own autograd function recomputes cannot be told from those for gradients."""
+    libraries do. Where recomputed products are not recognised, as in a library's own autograd function, they cannot be
+    told from those for gradients."""
     multiple = BLOCK * max(1, linear.hidden)
     outside = -(-linear.outside // multiple) * multiple
     share = -(-layers // layout.pp) / layers / (1 if linear.uncut else layout.tp)
     tokens = step.padded(scenario.data.max_len, stages=layout.pp) / (layout.sp * layout.ulysses)
-    return SLACK * tokens * ((3 if "ckpt" in layout.options else 2) * (linear.layers * share + experts) + 2 * outside)
+    seen = sum(step.work("recomputed")) >= LEAST * step.tokens * linear.layers
+    again = linear.layers * share * (not seen) + experts if "ckpt" in layout.options else 0
+    return SLACK * tokens * (2 * (linear.layers * share + experts + outside) + again)
 
 
 def exchange_claims(

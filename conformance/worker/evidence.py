@@ -3,8 +3,8 @@
 It proves that the requested layout ran (docs/principles.md): the judge compares it with the layout
 (conformance.judge.layout_evidence). A dispatch mode sees each collective and each matrix product of the step, in Python
 and in the autograd engine, with its dtype, the size of its group, and the pass. Operations of the suite are not
-counted. No dispatch mode sees the products of TransformerEngine, so its Python calls are counted. DeepSpeed's linear
-layers of ZeRO-3 are patched so that their products are recognised as recomputed or not.
+counted. No dispatch mode sees the products of TransformerEngine, so its Python calls are counted. Linear layers of
+libraries that are autograd functions are patched so that their products are recognised as recomputed or not.
 """
 
 import contextlib
@@ -58,7 +58,13 @@ BY_CALLER = (
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", "no_sync"),
 )
 ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
-ZERO = "deepspeed.runtime.zero.linear"  # the module of the linear layers with which DeepSpeed's ZeRO-3 replaces torch's
+# Autograd functions of libraries' linear layers, which record no graph of the products inside of them: module, class.
+FUNCTIONS = (
+    ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3"),
+    ("megatron.core.tensor_parallel.layers", "LinearWithFrozenWeight"),
+    ("megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication"),
+    ("megatron.core.transformer.moe.moe_utils", "RouterGatingLinearFunction"),
+)
 
 
 @dataclass(slots=True)
@@ -146,8 +152,8 @@ class Watch(EagerMode):
 
     collectives: number by (kind, size of the group, dtype, pass), for groups of at least two ranks.
     products: number of matrix products by (dtype, phase). The phase is ``forward``, ``backward``, or ``recomputed``: a
-        forward pass inside a backward pass, recognised by the autograd graph that it records, or that records the
-        function of ZeRO-3's linear layers.
+        forward pass inside a backward pass, recognised by the autograd graph that it records, or that records one of
+        FUNCTIONS.
     linear: number of products of linear layers in forward passes, by dtype. All other products are batched, as in
         attention, and their number depends on the kernel.
     compiled: number of products of linear layers in forward passes that code of torch.compile makes.
@@ -200,10 +206,9 @@ class Watch(EagerMode):
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Counts inside this block. Also counts the products of TransformerEngine, and classifies those of ZeRO-3's
-        linear layers, if this process has imported these libraries."""
+        """Counts inside this block. Also counts the products of TransformerEngine, and classifies those of FUNCTIONS,
+        if this process has imported these libraries."""
         engine: Any = sys.modules.get(ENGINE)
-        zero: Any = sys.modules.get(ZERO)
         with contextlib.ExitStack() as all_:
             for module, kind, method in BY_CALLER:
                 if (owner := getattr(sys.modules.get(module), kind, None)) is not None:
@@ -211,9 +216,9 @@ class Watch(EagerMode):
             if engine is not None:
                 counted = partial(self._engine_product, engine.generic_gemm)
                 all_.enter_context(mock.patch.object(engine, "generic_gemm", counted))
-            if zero is not None:
-                function = zero.LinearFunctionForZeroStage3
-                all_.enter_context(mock.patch.object(function, "apply", partial(self._zero_product, function.apply)))
+            for module, kind in FUNCTIONS:
+                if (function := getattr(sys.modules.get(module), kind, None)) is not None:
+                    all_.enter_context(mock.patch.object(function, "apply", partial(self._of_function, function.apply)))
             all_.enter_context(self)
             yield
 
@@ -226,9 +231,9 @@ class Watch(EagerMode):
 
         return counted
 
-    def _zero_product(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wraps ``LinearFunctionForZeroStage3.apply``. It computes its products without gradients; a forward pass is
-        recognised by the graph that is recorded of the whole function."""
+    def _of_function(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wraps ``apply`` of one of FUNCTIONS. It computes its products without gradients; a forward pass is recognised
+        by the graph that is recorded of the whole function."""
         self._recorded = torch.is_grad_enabled()
         try:
             return own(*args, **kwargs)

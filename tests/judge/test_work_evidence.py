@@ -89,6 +89,17 @@ def works(phase: str, factor: float) -> Callable[[Ranks], None]:
     return change
 
 
+def recomputes(factor: float) -> Callable[[Ranks], None]:
+    """Shows the recomputed products of all layers, and multiplies the others of the backward pass."""
+
+    def change(ranks: Ranks) -> None:
+        works("backward", factor)(ranks)
+        for rank in ranks:
+            rank["work"].append(["recomputed", rank["work"][0][1]])
+
+    return change
+
+
 def gives_all_rows(ranks: Ranks) -> None:
     every = sorted({row for rank in ranks for row in rank["rows"]})
     for rank in ranks:
@@ -171,6 +182,8 @@ AGAIN = "weights are gathered again for the backward pass, as ZeRO-3 has it"
         ("dp2.zero1", works("backward", 0.1), "linear layers multiply all tokens, backward"),
         ("dp2.tp2.zero1", works("backward", 2), "no rank multiplies more than its share"),
         ("dp2.zero1.ckpt", works("backward", 1.5), ""),
+        ("dp2.zero1.ckpt", recomputes(1), ""),
+        ("dp2.zero1.ckpt", recomputes(1.5), "no rank multiplies more than its share"),
         ("dp2.zero1.ckpt", works("backward", 2.5), "no rank multiplies more than its share"),
         ("dp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),
         ("dp2.tp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),

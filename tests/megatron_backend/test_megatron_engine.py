@@ -16,6 +16,7 @@ import torch
 from cells import BACKENDS, cell_of
 from conftest import make_cell
 from judge_sample import evidence, unchanged, verdict_of
+from torch.utils.checkpoint import checkpoint
 
 from conformance.backends.protocol import BackendEntry, BackendInfo, Unsupported
 from conformance.backends.registry import adapter_of
@@ -244,6 +245,22 @@ def test_products_that_torch_does_not_see_are_counted(monkeypatch: pytest.Monkey
     recomputed = {("float32", "recomputed"): 1} if again else {}
     assert watch.products == {("float32", "forward"): 1, ("float32", "backward"): 2, **recomputed}
     assert (watch.linear, watch.engine, watch.again) == ({"float32": 1}, 1, int(again))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_recomputed_products_of_the_library_are_no_backward_ones(frozen: bool) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    x, weight = torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=not frozen)
+
+    def layer(x: torch.Tensor) -> Any:
+        kind = layers.linear_with_frozen_weight if frozen else layers.linear_with_grad_accumulation_and_async_allreduce
+        flags = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel")
+        return kind(x, weight, None, **dict.fromkeys(flags, False), tp_group=None)
+
+    with (watch := Watch()).step():
+        checkpoint(layer, x, use_reentrant=True).sum().backward()
+    assert watch.work == {"forward": 60, "recomputed": 60, "backward": 60 * (2 - frozen)}
 
 
 @pytest.mark.parametrize(
