@@ -74,5 +74,7 @@ class PausedStrategy(DeepspeedStrategy):  # type: ignore[misc]
 
 
 def _sharded(config: dict[str, Any]) -> dict[str, Any]:
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # the default keeps a tiny model whole
+    # The defaults keep a tiny model whole, always and from its forward to its backward pass.
+    for name in ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance"):
+        config["zero_optimization"][f"stage3_{name}"] = 0
     return config
