@@ -225,8 +225,10 @@ def forward(
     variant: Variant = HONEST,
     tap: Tap = NO_TAP,
     routing: Routing | None = None,
+    lengths: Sequence[int] = (),
 ) -> Tensor:
     """Returns logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
+    With ``lengths``, the tokens are those of several documents, end to end, which do not attend to each other.
 
     A value model returns one number per token, (T, 1), without soft-capping.
 
@@ -239,13 +241,17 @@ def forward(
     embeddings_VD = w["model.embed_tokens.weight"]
     x = tap.module("model.embed_tokens", partial(_embed, weight=embeddings_VD, a=a, policy=policy), tokens)
     dtypes = {"compute": policy.compute, "stable": policy.stable}
+    lengths = lengths or [len(tokens)]
+    places = torch.cat([torch.arange(length) for length in lengths])
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    apart = document[:, None] != document
     tables = {
-        rotary: rotary_table(len(tokens), rotary, **dtypes)
+        rotary: [of_place[places] for of_place in rotary_table(max(lengths), rotary, **dtypes)]
         for rotary in {layer.attention.rotary for layer in a.layers}
         if rotary
     }
     masks = {
-        window: variant.hidden_keys(hidden_keys(len(tokens), window), window)
+        window: variant.hidden_keys(hidden_keys(len(tokens), window) | apart, window)
         for window in {layer.attention.window for layer in a.layers}
     }
     for i, layer in enumerate(a.layers):
@@ -258,6 +264,7 @@ def forward(
             cos, sin = tables[layer.attention.rotary]
             table = (cos.to(device), sin.to(device))
         module = in_products_of(policy.tokens, adapted(tap.inside(prefix), own, a.lora), own)
+        module = variant.products(module, own, policy, layer=i, layers=len(a.layers))
         x = decoder_layer(
             x,
             own,

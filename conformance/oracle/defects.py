@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from conformance.models.components import Architecture
+from conformance.oracle.float8 import WithFloat8Products
 from conformance.oracle.primitives import UNNAMED, Variant, Weights, in_order
 from conformance.spec.batch import Batch, Row
 from conformance.spec.conventions import (
@@ -19,6 +20,7 @@ from conformance.spec.conventions import (
     CountEpsilon,
     DecaysAll,
     EntropyByMicroBatch,
+    Float8Products,
     GenerationDenominator,
     MetricsByMicroBatch,
     RoundedMasters,
@@ -305,6 +307,7 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     EntropyByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "entropy_weight"),
     MetricsByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "metric_weight"),
     RouterLossByMicroBatch: WithRouterLossByMicroBatch,
+    Float8Products: WithFloat8Products,
 }
 
 

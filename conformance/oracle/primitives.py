@@ -194,6 +194,14 @@ class Variant:
         """Returns (T, T), True for keys (columns) that a query (row) must not see; without any, its output is 0."""
         return hidden
 
+    def products(self, module: Module, weights: Weights, policy: Policy, *, layer: int, layers: int) -> Module:
+        """Returns ``module``, which runs the modules of layer number ``layer`` with these weights."""
+        return module
+
+    def joins(self, joins: bool) -> bool:
+        """Returns whether the documents of a micro-batch go through the model together, in one product."""
+        return joins
+
     def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
         """Returns the rows of an optimizer step, split into micro-batches."""
         return parts

@@ -149,8 +149,10 @@ class Decoder(Protocol):
         variant: Variant = HONEST,
         tap: Tap = NO_TAP,
         routing: Routing | None = None,
+        lengths: Sequence[int] = (),
     ) -> Tensor:
-        """Returns logits (T, V), or values (T, 1), of one document ``tokens`` (T,) int64 in ``policy.compute``."""
+        """Returns logits (T, V), or values (T, 1), of one document ``tokens`` (T,) int64 in ``policy.compute``, or of
+        several of these ``lengths``."""
         ...
 
     def described(self) -> dict[str, Any]:
@@ -235,8 +237,9 @@ class Written:
         variant: Variant = HONEST,
         tap: Tap = NO_TAP,
         routing: Routing | None = None,
+        lengths: Sequence[int] = (),
     ) -> Tensor:
-        return forward(tokens, weights, self.architecture, policy, variant, tap, routing)
+        return forward(tokens, weights, self.architecture, policy, variant, tap, routing, lengths)
 
     def described(self) -> dict[str, Any]:
         return asdict(self.architecture)

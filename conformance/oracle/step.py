@@ -8,7 +8,7 @@ recorded for each pass under a key of its own (conformance.spec.observables.roll
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -176,7 +176,8 @@ def observe(
     parted = {m.role.name: _loads(batch, m, policy, variant) for m in running}
     embeds = [m.role for m in running if EMBEDDING in m.trained]
     shifted = {role.name: Shifted(batch) for role in embeds if shifts and role.head == "value"}
-    for row in _rows(batch, leaves.values(), variant):
+    pending: list[Tensor] = []  # losses of documents that go through the model together
+    for row, outputs in _rows(batch, running, leaves, policy, variant, pending):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for at, document in enumerate(row.documents):
             has_targets = any(document.targets)
@@ -188,8 +189,9 @@ def observe(
                 # A document without targets contributes to the loss of routers only.
                 if not (has_targets or routing):
                     continue
-                tokens, tap = torch.tensor(document.tokens), taps.get(name, NO_TAP) if has_targets else NO_TAP
-                output = model.decoder.forward(tokens, leaves[name], policy, variant, tap, routing)
+                if (output := outputs.get((name, at))) is None:
+                    tokens, tap = torch.tensor(document.tokens), taps.get(name, NO_TAP) if has_targets else NO_TAP
+                    output = model.decoder.forward(tokens, leaves[name], policy, variant, tap, routing)
                 loss = torch.zeros((), dtype=policy.stable, device=output.device)
                 if routing:
                     parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)
@@ -210,7 +212,11 @@ def observe(
                         parts[model_key(model.role.prefix, VALUE_GRADIENT)].append(gradient)
                         if name in shifted:
                             shifted[name].add(document, output, leaves[name][EMBEDDING], positions)
-                    ((term.loss + loss) * model.scale(policy)).backward()
+                    whole = (term.loss + loss) * model.scale(policy)
+                    if outputs:
+                        pending.append(whole)
+                    else:
+                        whole.backward()
                 earlier[name] = output.detach()
                 for key, number in term.values.items():
                     values[key] += number
@@ -293,13 +299,39 @@ def _router_share(
     return share + model.decoder.router_loss * (part.loss(routing) if part else step.loss(routing.probabilities))
 
 
-def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator[Row]:
-    """Yields the rows in the variant's order; the variant may change accumulated gradients between micro-batches."""
+def _rows(
+    batch: Batch,
+    models: Sequence[Model],
+    leaves: Mapping[str, Weights],
+    policy: Policy,
+    variant: Variant,
+    pending: list[Tensor],
+) -> Iterator[tuple[Row, Mapping[tuple[str, int], Tensor]]]:
+    """Yields the rows in the variant's order; the variant may change accumulated gradients between micro-batches.
+
+    If the variant joins a micro-batch, its rows come with their outputs by role and document, and the losses that the
+    caller collects in ``pending`` have one backward pass.
+    """
     for part in variant.micro_batches([batch.rows], batch):
-        for own in leaves:
+        for own in leaves.values():
             for name, gradient in variant.carried({n: w.grad for n, w in own.items() if w.grad is not None}).items():
                 own[name].grad = gradient
-        yield from part
+        if not variant.joins(False):
+            yield from ((row, {}) for row in part)
+            continue
+        documents = [(row.index, at, document) for row in part for at, document in enumerate(row.documents)]
+        lengths = [len(document.tokens) for *_, document in documents]
+        tokens = torch.tensor([token for *_, document in documents for token in document.tokens])
+        outputs: dict[int, dict[tuple[str, int], Tensor]] = defaultdict(dict)
+        for model in models:
+            name = model.role.name
+            joint = model.decoder.forward(tokens, leaves[name], policy, variant, lengths=lengths)
+            for (index, at, _), output in zip(documents, joint.split(lengths), strict=True):
+                outputs[index][name, at] = output
+        yield from ((row, outputs[row.index]) for row in part)
+        if pending:
+            torch.stack(pending).sum().backward()
+            pending.clear()
 
 
 def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weights:

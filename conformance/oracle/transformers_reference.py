@@ -179,7 +179,9 @@ class TransformersDecoder:
         variant: Variant = HONEST,
         tap: Tap = NO_TAP,
         routing: Routing | None = None,
+        lengths: Sequence[int] = (),
     ) -> Tensor:
+        assert not lengths, "only models that are written from the papers take several documents"
         w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
         output = self._module(policy, str(tokens.device))(tokens, w)
         found: Tensor = output.last_hidden_state @ w[SCORE].T if self._head == "value" else output.logits

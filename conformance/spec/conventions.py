@@ -6,6 +6,7 @@ that is declared and does not show makes the cell differ (conformance.judge.expe
 known defect without an expected difference, so conformance.oracle.defects implements both.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -16,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError, shown
 from conformance.core.host import resolve
 from conformance.core.io import read_json
-from conformance.spec.layout import Layout
+from conformance.spec.layout import FLOAT8, Layout
 from conformance.spec.objectives import Grpo, Objective, PolicyGradient, Ppo
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario
@@ -222,6 +223,41 @@ class RouterLossByMicroBatch(_MeansOfMicroBatches):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Float8Products(Convention):
+    """Multiplies in float8 in linear layers of decoder layers whose sizes are multiples of 16, by the ``recipe`` that a
+    layout option names, with scales of the current tensors.
+
+    A tensor that has a scale is a micro-batch of one data rank: ``data_ranks``, ``micro_batches``. Its rows are filled
+    with token 0 up to a ``multiple`` of tokens, and filled tokens count in the scale. ``ends``: the first and the last
+    layer are left out.
+    """
+
+    kind: Literal["float8-products"] = "float8-products"
+    recipe: Literal["fp8tensor", "fp8row", "fp8rowhp"] = "fp8tensor"
+    ends: bool = False
+    multiple: Number = 1
+    data_ranks: Number = 1
+    micro_batches: Number = 1
+    words: ClassVar[str] = "products of linear layers in float8"
+    stage: ClassVar[str] = "log-probs"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        for recipe in FLOAT8:
+            if recipe in layout.options:
+                return type(self)(
+                    recipe=recipe,
+                    ends="fp8ends" in layout.options,
+                    multiple=math.lcm(self.multiple, layout.tp),
+                    data_ranks=layout.data,
+                    micro_batches=scenario.accumulation,
+                )
+        return None
+
+    def __str__(self) -> str:
+        return f"Float8Products({self.recipe})"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RoundedMasters(Convention):
     """Initialises float32 master weights of trained models with weights rounded to ``precision``."""
 
@@ -273,6 +309,7 @@ OracleConvention = (
     | EntropyByMicroBatch
     | MetricsByMicroBatch
     | RouterLossByMicroBatch
+    | Float8Products
     | RoundedMasters
     | TrainedPaddingToken
 )

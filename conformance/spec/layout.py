@@ -118,6 +118,23 @@ OPTIONS: Mapping[str, Term] = {
         "layers of TransformerEngine (in half precision with its attention) instead of the backend's own",
         "Megatron transformer_impl transformer_engine",
     ),
+    "fp8tensor": Term(
+        "linear layers multiply in float8 (e4m3, gradients in e5m2), with one scale for each tensor of a rank's "
+        "micro-batch",
+        "torchao recipe tensorwise; torchtitan float8 recipe tensorwise",
+    ),
+    "fp8row": Term(
+        "linear layers multiply in float8 (e4m3), with a scale for each row, a power of two", "torchao recipe rowwise"
+    ),
+    "fp8rowhp": Term(
+        "as fp8row, but gradients of weights are multiplied in the precision of the cell, and gradients of inputs with "
+        "one scale for the weight",
+        "torchao recipe rowwise_with_gw_hp",
+    ),
+    "fp8ends": Term(
+        "the first and the last layer multiply in the precision of the cell, not in float8",
+        "Megatron first_last_layers_bf16",
+    ),
     "offload": Term(
         "parameters, gradients and optimizer state are kept on the CPU",
         "FSDP CPUOffloadPolicy; DeepSpeed offload_optimizer, offload_param",
@@ -139,6 +156,7 @@ OPTIONS: Mapping[str, Term] = {
     "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
 ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself
+FLOAT8 = ("fp8tensor", "fp8row", "fp8rowhp")  # recipes, of which a layout has at most one
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 _RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
 DROPOUT_RATE = 1e-15  # of the option dropout: float64 rounds the factor 1 / (1 - rate) to about 1
@@ -190,12 +208,15 @@ class Layout:
                 raise UsageError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
             if option == "varlen" and self.pp == 1:
                 raise UsageError("option varlen is for pipeline stages; add pp2 or leave it out")
+            if option == "fp8ends" and not set(FLOAT8) & set(self.options):
+                raise UsageError(f"option fp8ends leaves layers out of float8; add one of {', '.join(FLOAT8)}")
             if option == "reentrant" and "ckpt" not in self.options:
                 raise UsageError("option reentrant is a way to recompute activations; add ckpt or leave it out")
             if option in _RINGS and self.sp == 1:
                 raise UsageError(f"option {option} needs a ring; add sp2 or leave it out")
-        if len(rings := [option for option in self.options if option in _RINGS]) > 1:
-            raise UsageError(f"options {', '.join(rings)} are different rings; keep one of them")
+        for kinds, what in ((_RINGS, "rings"), (FLOAT8, "recipes of float8")):
+            if len(found := [option for option in self.options if option in kinds]) > 1:
+                raise UsageError(f"options {', '.join(found)} are different {what}; keep one of them")
         if self.stride > 1 and not self.gathers:
             raise UsageError(
                 f"stride={self.stride} is for rings that gather keys and values; "

@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 import torch
 
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
-from conformance.spec.conventions import model_config
+from conformance.spec.conventions import Conventions, Float8Products, model_config
 from conformance.spec.known_defects import ExpectedDifference, LostEmbeddingGradient, ResummedHeadNorms
-from conformance.spec.layout import Layout
+from conformance.spec.layout import FLOAT8, Layout
 from conformance.spec.precision import Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.engine.adapter import HUGGING_FACE_SEAMS, SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, host_bytes, largest_layer, layer_of
+from impl.fsdp2.float8 import SHAPE_MULTIPLE, float8_support
 from impl.models.family_quirks import ROUTED, quirks_of
 from impl.models.lora import adapter_support
 from impl.models.support import compile_support, dropout_support, is_older, model_support
@@ -87,6 +88,7 @@ class Fsdp2Backend(ReferenceBackend):
         *RING_MODULES,
     )
     expected = EXPECTED
+    conventions: ClassVar[Conventions] = (Float8Products(multiple=SHAPE_MULTIPLE),)
     seams: ClassVar[dict[str, str]] = {
         **SHARED_SEAMS,
         **HUGGING_FACE_SEAMS,
@@ -122,6 +124,8 @@ class Fsdp2Backend(ReferenceBackend):
             return Unsupported(
                 "manual delays what FSDP2 reduces over replicas only; use rep2 without lastsync, which delays all"
             )
+        if refused := float8_support(scenario, layout):
+            return Unsupported(refused)
         kind = model_config(scenario).get("model_type")
         quirks = quirks_of(kind)
         if layout.ep > 1 and not quirks.has_routers:
@@ -177,6 +181,8 @@ class Fsdp2Backend(ReferenceBackend):
             return Unsupported(
                 "checkpoints of pipeline stages name the optimizer's settings by parameter; transfer a training state"
             )
+        if before.data != after.data and set(FLOAT8) & set(after.options):
+            return Unsupported("scales of float8 depend on how rows are divided, so resume with as many data ranks")
         packed = any(layout.tp > 1 and layout.ep == 1 for layout in (before, after))
         if packed and quirks_of(model_config(scenario).get("model_type")).tp_cuts_experts:
             return Unsupported(

@@ -44,6 +44,7 @@ from impl.engine.optimizers import (
 from impl.fsdp2 import dtensors
 from impl.fsdp2.dtensors import full_tensors, write_region
 from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
+from impl.fsdp2.float8 import SHAPE_MULTIPLE, cast_layers
 from impl.fsdp2.pipeline import Pipeline
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.distributed import Reading
@@ -90,6 +91,9 @@ class Fsdp2Model(HuggingFaceModel):
         self.routers = routers_of(model)
         if self.context.pipeline:
             self.context.pipeline.keep_stage(model)
+        config = self.context.config
+        compute = config.tier.half_dtype or config.tier.master.dtype
+        cast_layers(model, self.options, compute=compute, device=config.device)
         recompute_activations(model, self.options)
         if self.context.config.layout.ep > 1:
             cut_experts(model, self.context.mesh["ep"])
@@ -402,7 +406,7 @@ class Fsdp2Context(ReferenceContext):
     @property
     def _shape_multiple(self) -> int:
         # DTensor plans each op once per shape; few shapes keep that cheap. seqpar shards rows into tp equal slices.
-        return math.lcm(32, self.config.layout.tp)
+        return math.lcm(SHAPE_MULTIPLE, self.config.layout.tp)
 
     def setup_distributed(self) -> None:
         layout = self.config.layout

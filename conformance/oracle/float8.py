@@ -1,0 +1,167 @@
+"""Models training in float8: operands are scaled, rounded to 8 bits, and multiplied without further error.
+
+Formats and saturation are those of Micikevicius et al. (arXiv 2209.05433, sections 3 and 4): e4m3 ends at 448 and e5m2
+at 57344, and numbers beyond the end become the end. The scale of a tensor, or of a row, maps its largest magnitude to
+the end of the format; with powers of two it is the next lower power. A scaled operand is a float32 number before it is
+rounded, to nearest with ties to even. In float64 two implementations of one recipe therefore round alike, and what is
+left is their mistakes.
+
+The noise run by the plain formula rounds what lies as near to a tie as the rounding of its dtype the other way. Other
+honest runs may round each of these either way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.oracle.primitives import Function, Module, Policy, Variant, Weights
+from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.conventions import Float8Products
+
+MULTIPLE = 16  # hardware multiplies matrices of float8 whose sizes are multiples of this
+
+
+@dataclass(frozen=True)
+class Format:
+    """Describes a float8 format. mantissa: stored bits. smallest: exponent of its smallest normal number."""
+
+    mantissa: int
+    smallest: int
+    largest: float
+
+
+E4M3, E5M2 = Format(3, -6, 448.0), Format(2, -14, 57344.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Says how the operands of the three products of a linear layer are cast.
+
+    gradient: the format of gradients of outputs; inputs and weights are e4m3. by_row: a scale for each row of the first
+    operand and each column of the second, instead of one for a tensor. powers: scales are powers of two. whole_weight:
+    the weight has one scale in the product for the gradient of the input. of_weight: whether the product for the
+    gradient of the weight is in float8.
+    """
+
+    gradient: Format
+    by_row: bool
+    powers: bool
+    whole_weight: bool
+    of_weight: bool
+
+
+RECIPES = {
+    "fp8tensor": Recipe(gradient=E5M2, by_row=False, powers=False, whole_weight=True, of_weight=True),
+    "fp8row": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=False, of_weight=True),
+    "fp8rowhp": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=True, of_weight=False),
+}
+
+
+def scale_of(x: Tensor, format: Format, *, dim: int | None, powers: bool) -> Tensor:
+    """Returns the largest number of the format over the largest magnitude: of ``x``, or along ``dim``."""
+    magnitude = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = format.largest / torch.where(magnitude == 0, format.largest, magnitude)
+    if not powers:
+        return scale
+    _, exponent = torch.frexp(scale)  # scale = m * 2^exponent with 0.5 <= m < 1
+    return torch.ldexp(torch.ones_like(scale), exponent - 1)
+
+
+def rounded(x: Tensor, format: Format, *, near: float = 0.0) -> Tensor:
+    """Returns ``x`` rounded to the format, as float64. ``near``: relative distance from a tie below which the other
+    neighbour is returned."""
+    x = x.float().double().clamp(-format.largest, format.largest)
+    _, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), (exponent - 1).clamp(min=format.smallest) - format.mantissa)
+    units = x / step
+    nearest = units.round()  # ties to even
+    if near:
+        other = torch.where(units < nearest, nearest - 1, nearest + 1)
+        flips = (0.5 - (units - nearest).abs()) * step <= near * x.abs()
+        nearest = torch.where(flips & (units != nearest), other, nearest)
+    return (nearest * step).clamp(-format.largest, format.largest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """Casts operands by a recipe. near: see ``rounded``."""
+
+    recipe: Recipe
+    near: float = 0.0
+
+    def __call__(self, x: Tensor, format: Format, dim: int) -> Tensor:
+        """Returns the numbers that ``x`` has in float8, unscaled, in float32 or wider. ``dim``: along which a row has
+        its scale."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = scale_of(wide, format, dim=dim if self.recipe.by_row else None, powers=self.recipe.powers)
+        return (rounded(wide * scale, format, near=self.near) / scale).to(wide.dtype)
+
+
+class Product(torch.autograd.Function):
+    """Computes x W^T, and both gradients, from operands (T, K) and (N, K) that ``cast`` has cast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Cast) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.cast = cast
+        return (cast(x, E4M3, 1) @ cast(weight, E4M3, 1).T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), (gradient,), cast = ctx.saved_tensors, gradients, ctx.cast
+        recipe = cast.recipe
+        whole = replace(cast, recipe=replace(recipe, by_row=False)) if recipe.whole_weight else cast
+        of_input = cast(gradient, recipe.gradient, 1) @ whole(weight, E4M3, 0)
+        if recipe.of_weight:
+            of_weight = cast(gradient, recipe.gradient, 0).T @ cast(x, E4M3, 0)
+        else:
+            of_weight = gradient.T @ x
+        return of_input.to(x.dtype), of_weight.to(weight.dtype), None
+
+
+class WithFloat8Products(Variant):
+    """Multiplies in float8. A micro-batch goes through the model as a whole, because its tokens share scales."""
+
+    def __init__(self, convention: Float8Products) -> None:
+        self._of = convention
+
+    def joins(self, joins: bool) -> bool:
+        return True
+
+    def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
+        """Returns each micro-batch of each data rank, its rows filled up to one length by documents of token 0."""
+        ranks, count = self._of.data_ranks, self._of.micro_batches
+        own = [batch.micro_batches(dp_rank=rank, dp_size=ranks, accumulation=count) for rank in range(ranks)]
+        return [self._filled(rows) for parts in own for rows in parts]
+
+    def _filled(self, rows: Sequence[Row]) -> list[Row]:
+        length = -(-max(row.length for row in rows) // self._of.multiple) * self._of.multiple
+        return [
+            replace(row, documents=(*row.documents, Document((0,) * rest, (False,) * rest)))
+            if (rest := length - row.length)
+            else row
+            for row in rows
+        ]
+
+    def products(self, module: Module, weights: Weights, policy: Policy, *, layer: int, layers: int) -> Module:
+        if self._of.ends and layer in (0, layers - 1):
+            return module
+        is_noise = policy.compute != torch.float64 and not policy.fused
+        near = torch.finfo(policy.compute).eps / 2 if is_noise else 0.0
+        cast = Cast(recipe=RECIPES[self._of.recipe], near=near)
+
+        def run(name: str, function: Function, x: Tensor) -> Tensor:
+            weight, bias = weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
+            if weight is None or weight.ndim != 2 or any(size % MULTIPLE for size in weight.shape):
+                return module(name, function, x)
+
+            def product(x: Tensor) -> Tensor:
+                y: Tensor = Product.apply(x, weight, cast)
+                return y if bias is None else y + bias
+
+            return module(name, product, x)
+
+        return run

@@ -1,0 +1,104 @@
+"""Runs linear layers of a Hugging Face model in float8 with torchao, by the recipe that a layout option names.
+
+torchao replaces torch.nn.Linear by a layer that casts the operands of its three products. On a GPU torch._scaled_mm
+multiplies them; in float64 and on a CPU, torchao multiplies the cast numbers in the precision of the cell's masters.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from conformance.spec.conventions import model_config
+from conformance.spec.layout import FLOAT8, Layout
+from conformance.spec.scenario import Scenario
+from impl.models.family_quirks import quirks_of
+
+if TYPE_CHECKING:
+    import transformers  # whose import takes seconds; the suite asks for support without it
+
+SHAPE_MULTIPLE = 32  # this backend's rows are filled up to a multiple of it, and of tp
+MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of this
+RECIPES = {"fp8tensor": "tensorwise", "fp8row": "rowwise", "fp8rowhp": "rowwise_with_gw_hp"}
+BESIDE = {"fp8ends", "plan", "lastsync", "ckpt", "offload", "manual"}  # options that cells in float8 may have
+
+
+def float8_support(scenario: Scenario, layout: Layout) -> str:
+    """Explains why a cell cannot run in float8; empty if it can, or if its layout does not ask for it."""
+    if not (asked := set(FLOAT8) & set(layout.options)):
+        return ""
+    (recipe,) = asked
+    if find_spec("torchao") is None:
+        return f"{recipe} needs torchao, which is not installed; run: pip install 'backend-parity[fp8]'"
+    config = model_config(scenario)
+    quirks = quirks_of(config.get("model_type"))
+    if scenario.objective.kind != "sft" or scenario.lora:
+        return f"{recipe} is judged for supervised fine-tuning without adapters only; leave it out"
+    if quirks.has_routers or not quirks.has_plan:
+        return f"{recipe} is judged for dense models of known families only; leave it out"
+    if scenario.tier.is_loss_scaled:
+        return "the loss scale of fp16 moves what float8 rounds; use bf16"
+    if layout != Layout(dp=layout.dp, rep=layout.rep, tp=layout.tp, options=layout.options):
+        return f"beside {recipe} only dp, rep and tp are built into this backend; leave other axes out"
+    if others := {*layout.options} - BESIDE - asked:
+        return f"{', '.join(sorted(others))} is not built into this backend beside {recipe}; leave it out"
+    if layout.tp > 1 and "plan" not in layout.options:
+        return f"transformers' own plan does not cut layers in float8; add the layout option 'plan' beside {recipe}"
+    if "fp8ends" in layout.options and config.get("num_hidden_layers", 0) < 3:
+        return "fp8ends leaves the first and the last layer out, and the model has no other; leave it out"
+    return ""
+
+
+def cast_layers(
+    model: "transformers.PreTrainedModel", options: Collection[str], *, compute: torch.dtype, device: str
+) -> None:
+    """Replaces the linear layers of decoder layers by those of torchao, if an option names a recipe.
+
+    Call this function before anything shards or wraps the layers. The head and the embedding stay as they are.
+    """
+    for option in FLOAT8:
+        if option not in options:
+            continue
+        from torchao.float8 import convert_to_float8_training  # only cells in float8 need torchao
+
+        if compute == torch.float64:
+            _round_in_float64()
+        # With scales by row, the kernel gives results in bf16 only.
+        has_kernel = device != "cpu" and compute != torch.float64 and (option == "fp8tensor" or compute.itemsize == 2)
+        config = float8_config(option, emulate=not has_kernel)
+        names = cast_names(model, options)
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+
+
+def float8_config(option: str, *, emulate: bool) -> Any:
+    """Returns torchao's configuration of a recipe."""
+    from torchao.float8 import Float8LinearConfig
+
+    return replace(Float8LinearConfig.from_recipe_name(RECIPES[option]), emulate=emulate, pad_inner_dim=True)
+
+
+def cast_names(model: "transformers.PreTrainedModel", options: Collection[str]) -> set[str]:
+    """Returns the names of the linear layers that multiply in float8."""
+    from impl.engine.hugging_face import layers_of
+
+    layers = layers_of(model)
+    within = layers[1:-1] if "fp8ends" in options else layers
+    inner = {id(module) for layer in within for module in layer.modules()}
+    return {
+        name
+        for name, module in model.named_modules()
+        if id(module) in inner and isinstance(module, torch.nn.Linear)
+        if module.in_features % MULTIPLE == 0 == module.out_features % MULTIPLE
+    }
+
+
+def _round_in_float64() -> None:
+    """Lets torchao round scales to powers of two in the exact tier, where they are float64."""
+    from torchao.float8 import float8_utils
+
+    def rounded_down(scale: torch.Tensor) -> torch.Tensor:
+        return torch.exp2(torch.floor(torch.log2(scale)))
+
+    float8_utils._round_scale_down_to_power_of_2 = rounded_down
