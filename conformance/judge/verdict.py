@@ -160,17 +160,20 @@ def judge(
     own_means = {key for one in defects if isinstance(one, Convention) for key in one.own_means}
     means = {o.key for o in observables if o.mean_of}  # of token-mean only; other sums have no rows of their own
     without_rows = shown_without_rows(phases, observables) | (own_means & means)
+    # A value near a tie of a coarse format rounds either way, and moves its neighbours past further ties.
+    coarse = any(isinstance(one, Convention) and one.coarse for one in defects)
+    limited = frozenset[str]() if coarse else gradients
     runs = [measure([run], oracle, without_rows=without_rows) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
-    usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]
+    usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, limited)]
     steps = [[step for phase in phases for step in phase.steps]] if scenario.tier.is_exact else usable
     amplified = amplified_noise(steps, oracle, scenario)
-    rounding = noisiest(runs, precision=precision, gradients=gradients, amplified=amplified.updates.keys())
+    rounding = noisiest(runs, precision=precision, gradients=limited, amplified=amplified.updates.keys())
     bounds_of = partial(
         allowed_errors,
         precision=precision,
         noise=rounding,
-        gradients=gradients,
+        gradients=limited,
         amplified=amplified.updates,
         drift=amplified.drift,
     )

@@ -50,13 +50,14 @@ class Convention:
 
     words: says what the library does. stage: the first stage at which it can show. unjudged: the stage that cannot be
     judged in a cell with it; empty for a convention that the oracle has. own_means: keys of the scalars that are not
-    the means of rows with it.
+    the means of rows with it. coarse: numbers are rounded more coarsely than in the cell's precision.
     """
 
     words: ClassVar[str]
     stage: ClassVar[str]
     unjudged: ClassVar[str] = ""
     own_means: ClassVar[tuple[str, ...]] = ()
+    coarse: ClassVar[bool] = False
 
     def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
         """Returns the convention with what it depends on in this cell; None for a cell that it cannot change."""
@@ -240,6 +241,7 @@ class Float8Products(Convention):
     micro_batches: Number = 1
     words: ClassVar[str] = "products of linear layers in float8"
     stage: ClassVar[str] = "log-probs"
+    coarse: ClassVar[bool] = True
 
     def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
         for recipe in FLOAT8:

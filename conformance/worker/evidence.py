@@ -49,7 +49,7 @@ _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 _WHOLE = [stem for stem in _STEMS if stem not in ("broadcast", "reduce", "send")]  # in the name of a library's operator
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operators
-_LINEAR = ("mm", "addmm", "linear")
+_LINEAR = ("mm", "addmm", "linear", "_scaled_mm")  # the last one in float8
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 _DROPS_ALONE = ("dropout", "attention")  # in the names of operators that draw a mask and apply it
 # Methods with which a caller, not the library, tells which micro-batches come before the last: module, class, method.
@@ -64,6 +64,7 @@ FUNCTIONS = (
     ("megatron.core.tensor_parallel.layers", "LinearWithFrozenWeight"),
     ("megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication"),
     ("megatron.core.transformer.moe.moe_utils", "RouterGatingLinearFunction"),
+    ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
 )
 
 
