@@ -135,6 +135,10 @@ OPTIONS: Mapping[str, Term] = {
         "the first and the last layer multiply in the precision of the cell, not in float8",
         "Megatron first_last_layers_bf16",
     ),
+    "fp8gather": Term(
+        "weights are gathered in float8, with scales that ranks agree on after each update",
+        "torchao enable_fsdp_float8_all_gather, precompute_float8_dynamic_scale_for_fsdp",
+    ),
     "offload": Term(
         "parameters, gradients and optimizer state are kept on the CPU",
         "FSDP CPUOffloadPolicy; DeepSpeed offload_optimizer, offload_param",
@@ -210,6 +214,8 @@ class Layout:
                 raise UsageError("option varlen is for pipeline stages; add pp2 or leave it out")
             if option == "fp8ends" and not set(FLOAT8) & set(self.options):
                 raise UsageError(f"option fp8ends leaves layers out of float8; add one of {', '.join(FLOAT8)}")
+            if option == "fp8gather" and "fp8tensor" not in self.options:
+                raise UsageError("option fp8gather needs one scale for each weight; add fp8tensor or leave it out")
             if option == "reentrant" and "ckpt" not in self.options:
                 raise UsageError("option reentrant is a way to recompute activations; add ckpt or leave it out")
             if option in _RINGS and self.sp == 1:

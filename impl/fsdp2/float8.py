@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SHAPE_MULTIPLE = 32  # this backend's rows are filled up to a multiple of it, and of tp
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of this
 RECIPES = {"fp8tensor": "tensorwise", "fp8row": "rowwise", "fp8rowhp": "rowwise_with_gw_hp"}
-BESIDE = {"fp8ends", "plan", "lastsync", "ckpt", "offload", "manual"}  # options that cells in float8 may have
+BESIDE = {"fp8ends", "fp8gather", "plan", "lastsync", "ckpt", "offload", "manual"}  # options that cells in float8 may have
 
 
 def float8_support(scenario: Scenario, layout: Layout) -> str:
@@ -67,16 +67,24 @@ def cast_layers(
             _round_in_float64()
         # With scales by row, the kernel gives results in bf16 only.
         has_kernel = device != "cpu" and compute != torch.float64 and (option == "fp8tensor" or compute.itemsize == 2)
-        config = float8_config(option, emulate=not has_kernel)
+        config = float8_config(option, emulate=not has_kernel, gathers="fp8gather" in options)
         names = cast_names(model, options)
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
 
 
-def float8_config(option: str, *, emulate: bool) -> Any:
+def float8_config(option: str, *, emulate: bool, gathers: bool) -> Any:
     """Returns torchao's configuration of a recipe."""
     from torchao.float8 import Float8LinearConfig
 
-    return replace(Float8LinearConfig.from_recipe_name(RECIPES[option]), emulate=emulate, pad_inner_dim=True)
+    recipe = Float8LinearConfig.from_recipe_name(RECIPES[option])
+    return replace(recipe, emulate=emulate, pad_inner_dim=True, enable_fsdp_float8_all_gather=gathers)
+
+
+def agree_on_scales(model: torch.nn.Module) -> None:
+    """Computes the scales of weights that are gathered in float8, after they were loaded or updated."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def cast_names(model: "transformers.PreTrainedModel", options: Collection[str]) -> set[str]:

@@ -44,7 +44,7 @@ from impl.engine.optimizers import (
 from impl.fsdp2 import dtensors
 from impl.fsdp2.dtensors import full_tensors, write_region
 from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
-from impl.fsdp2.float8 import SHAPE_MULTIPLE, cast_layers
+from impl.fsdp2.float8 import SHAPE_MULTIPLE, agree_on_scales, cast_layers
 from impl.fsdp2.pipeline import Pipeline
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.distributed import Reading
@@ -262,6 +262,8 @@ class Fsdp2Model(HuggingFaceModel):
         self.skipped = self.scaler.get_scale() < scale  # torch's only sign of a skipped update
         if not self.skipped:
             self.advance_schedule()
+        if "fp8gather" in self.options:
+            agree_on_scales(self.model)
         self.optimizer.zero_grad()
         return reading.numbers()[0]
 
