@@ -159,7 +159,7 @@ class WithFloat8Products(Variant):
                 return module(name, function, x)
 
             def product(x: Tensor) -> Tensor:
-                y: Tensor = Product.apply(x, weight, cast)
+                y: Tensor = Product.apply(x, weight, cast)  # type: ignore[no-untyped-call]
                 return y if bias is None else y + bias
 
             return module(name, product, x)

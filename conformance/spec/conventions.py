@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError, shown
 from conformance.core.host import resolve
 from conformance.core.io import read_json
-from conformance.spec.layout import FLOAT8, Layout
+from conformance.spec.layout import FLOAT8, Float8Recipe, Layout
 from conformance.spec.objectives import Grpo, Objective, PolicyGradient, Ppo
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario
@@ -234,7 +234,7 @@ class Float8Products(Convention):
     """
 
     kind: Literal["float8-products"] = "float8-products"
-    recipe: Literal["fp8tensor", "fp8row", "fp8rowhp"] = "fp8tensor"
+    recipe: Float8Recipe = "fp8tensor"
     ends: bool = False
     multiple: Number = 1
     data_ranks: Number = 1

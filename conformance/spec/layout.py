@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from conformance.core.errors import UsageError, shown
 
@@ -160,7 +161,8 @@ OPTIONS: Mapping[str, Term] = {
     "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
 ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself
-FLOAT8 = ("fp8tensor", "fp8row", "fp8rowhp")  # recipes, of which a layout has at most one
+Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp"]
+FLOAT8: tuple[Float8Recipe, ...] = get_args(Float8Recipe)  # a layout has at most one
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 _RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
 DROPOUT_RATE = 1e-15  # of the option dropout: float64 rounds the factor 1 / (1 - rate) to about 1

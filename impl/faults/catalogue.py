@@ -5,6 +5,7 @@ from itertools import chain
 
 from conformance.backends.faults import Fault
 from impl.faults.experts import EXPERT_FAULTS
+from impl.faults.float8 import FLOAT8_FAULTS
 from impl.faults.losses import DISTILLATION_FAULTS, PREFERENCE_FAULTS
 from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS
 from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
@@ -129,6 +130,15 @@ SEAMS: Mapping[str, str] = {
     "choices_for": "(inputs, key of a forward pass) -> the inputs with the choices of experts to replay in it",
     "sorted_by_expert": "(chosen experts) -> positions in the order of their experts, and the token of each",
     "permute_tokens": "(tokens, ...) -> tokens in the order of their experts, and the data to undo the permutation",
+    # Float8
+    "float8_config": "(recipe, *, emulate, gathers) -> torchao's configuration of linear layers",
+    "cast_names": "(model, layout options) -> names of the linear layers that multiply in float8",
+    "agree_on_scales": "(model): computes the scales of weights that are gathered in float8, after an update",
+    "cast_operand": "(tensor, dtype, layer's configuration, *, gemm_input_role, axiswise_dim, ...) -> it in float8",
+    "axis_of_scale": "(axis, granularity) -> the axis along which a row has its scale, or None",
+    "cast_shard": "(shard, dtype, ..., *, reduce_amax, device_mesh, ...) -> a rank's part of a weight in float8",
+    "cast_saturated": "(scaled tensor, dtype) -> it in float8, with numbers beyond the largest one set to it",
+    "amax_to_scale": "(largest magnitude, dtype, *, round_scales_to_power_of_2) -> scale",
     # Checkpoints and exports
     "load_kind": "(model, kind, folder): sets one kind of the model's training state from files",
     "load_progress": "(model, progress): sets schedule and loss scale",
@@ -146,6 +156,7 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "Model families": ARCHITECTURE_FAULTS,
     "LoRA adapters": ADAPTER_FAULTS,
     "Mixtures of experts": EXPERT_FAULTS,
+    "Float8": FLOAT8_FAULTS,
     "Tensor and pipeline parallelism": MODEL_PARALLEL_FAULTS,
     "Rollouts, GRPO and PPO": RL_FAULTS,
     "Preferences, reward models and KTO": PREFERENCE_FAULTS,

@@ -108,6 +108,14 @@ class Fsdp2Backend(ReferenceBackend):
         "routers_of": "impl.fsdp2.model:routers_of",
         "sorted_by_expert": "impl.fsdp2.expert_parallel:sorted_by_expert",
         "expert_divisor": "impl.fsdp2.expert_parallel:expert_divisor",
+        "float8_config": "impl.fsdp2.float8:float8_config",
+        "cast_names": "impl.fsdp2.float8:cast_names",
+        "agree_on_scales": "impl.fsdp2.model:agree_on_scales",
+        "cast_operand": "torchao.float8.float8_linear:hp_tensor_to_float8_dynamic",
+        "axis_of_scale": "torchao.float8.float8_linear:get_maybe_axiswise_dim",
+        "cast_shard": "torchao.float8.fsdp_utils:hp_tensor_to_float8_dynamic",
+        "cast_saturated": "torchao.float8.float8_training_tensor:to_fp8_saturated",
+        "amax_to_scale": "torchao.float8.float8_utils:amax_to_scale",
     }
 
     @classmethod

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 SHAPE_MULTIPLE = 32  # this backend's rows are filled up to a multiple of it, and of tp
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of this
 RECIPES = {"fp8tensor": "tensorwise", "fp8row": "rowwise", "fp8rowhp": "rowwise_with_gw_hp"}
-BESIDE = {"fp8ends", "fp8gather", "plan", "lastsync", "ckpt", "offload", "manual"}  # options that cells in float8 may have
+BESIDE = {
+    "fp8ends",
+    "fp8gather",
+    "plan",
+    "lastsync",
+    "ckpt",
+    "offload",
+    "manual",
+}  # options that cells in float8 may have
 
 
 def float8_support(scenario: Scenario, layout: Layout) -> str:
@@ -58,18 +66,18 @@ def cast_layers(
 
     Call this function before anything shards or wraps the layers. The head and the embedding stay as they are.
     """
-    for option in FLOAT8:
-        if option not in options:
-            continue
-        from torchao.float8 import convert_to_float8_training  # only cells in float8 need torchao
+    if not (asked := set(FLOAT8) & set(options)):
+        return
+    from torchao.float8 import convert_to_float8_training  # only cells in float8 need torchao
 
-        if compute == torch.float64:
-            _round_in_float64()
-        # With scales by row, the kernel gives results in bf16 only.
-        has_kernel = device != "cpu" and compute != torch.float64 and (option == "fp8tensor" or compute.itemsize == 2)
-        config = float8_config(option, emulate=not has_kernel, gathers="fp8gather" in options)
-        names = cast_names(model, options)
-        convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+    if compute == torch.float64:
+        _round_in_float64()
+    (option,) = asked
+    # With scales by row, the kernel gives results in bf16 only.
+    has_kernel = device != "cpu" and compute != torch.float64 and (option == "fp8tensor" or compute.itemsize == 2)
+    config = float8_config(option, emulate=not has_kernel, gathers="fp8gather" in options)
+    names = cast_names(model, options)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
 
 
 def float8_config(option: str, *, emulate: bool, gathers: bool) -> Any:

@@ -1,8 +1,8 @@
 """Checks that every planted fault is caught on every backend with its patch point, at the predicted stage.
 
 The loss of the first step, the usual check, misses most of them. Faults of reinforcement learning are in
-tests/faults/test_faults_rl.py, of checkpoint transfer in tests/faults/test_faults_handover.py, and of merged adapters
-in tests/engine/test_lora.py.
+tests/faults/test_faults_rl.py, of checkpoint transfer in tests/faults/test_faults_handover.py, of merged adapters in
+tests/engine/test_lora.py, and of float8 in tests/cells/test_cells_float8.py.
 """
 
 import contextlib
@@ -23,12 +23,13 @@ from conformance.spec.layout import Layout
 from conformance.spec.objectives import all_observables
 from conformance.spec.precision import PrecisionName
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
+from impl.faults.float8 import FLOAT8_FAULTS
 from impl.faults.models import MERGE_FAULTS
 from impl.faults.optimizer import OVERFLOW_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
-ELSEWHERE = (*RL_FAULTS, *RESUME_FAULTS, *MERGE_FAULTS)  # in test files of their own
+ELSEWHERE = (*RL_FAULTS, *RESUME_FAULTS, *MERGE_FAULTS, *FLOAT8_FAULTS)  # in test files of their own
 # By backend and fault: scenario, model, layout.
 CELLS = {
     backend: {

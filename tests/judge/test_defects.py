@@ -23,6 +23,7 @@ from conformance.spec.conventions import (
     CountEpsilon,
     DecaysAll,
     EntropyByMicroBatch,
+    Float8Products,
     GenerationDenominator,
     MetricsByMicroBatch,
     RoundedMasters,
@@ -63,6 +64,7 @@ ALL: tuple[Defect, ...] = (
     EntropyByMicroBatch(data_ranks=2, micro_batches=3),
     MetricsByMicroBatch(data_ranks=2, micro_batches=3),
     RouterLossByMicroBatch(data_ranks=2, micro_batches=3),
+    Float8Products(recipe="fp8row", ends=True, multiple=32, data_ranks=2, micro_batches=3),
 )
 
 

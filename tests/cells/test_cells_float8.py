@@ -1,0 +1,101 @@
+"""FSDP2 in float8: torchao's recipes compute what the oracle's model of them computes, and lose nothing unseen.
+
+torchao is in no environment of the suite, because transformers imports it wherever it is installed, which takes a
+second in each process. scripts/third-opinion fetches it into a folder, and only these tests put that on the path.
+"""
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from cells import assert_honest, cell_of
+
+from conformance.backends.faults import catalogue
+from conformance.runner.placement import SessionConfig
+from conformance.runner.session import Session
+from conformance.spec.precision import PrecisionName
+from impl.faults.float8 import FLOAT8_FAULTS
+from impl.fsdp2 import float8
+
+FOLDER = Path(__file__).resolve().parents[2] / ".third-opinion" / "torchao"
+STEPS_OF = {"scales-of-first-update": 3, "stale-transposed-weight": 2}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(FOLDER)])  # ranks inherit it
+        if find_spec("torchao") is None:
+            pytest.skip("torchao is not here; scripts/third-opinion fetches it")
+        with Session(SessionConfig(out=tmp_path_factory.mktemp("float8"))) as session:
+            yield session
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp2.fp8tensor",
+        "dp2.fp8row.ckpt",
+        "dp2.fp8rowhp",
+        "dp2.fp8tensor.fp8gather",
+        "tp2.plan.fp8row",
+        "tp2.plan.fp8tensor",
+    ],
+)
+def test_exact(session: Session, layout: str) -> None:
+    verdict = assert_honest(session, cell_of("fsdp2", "sft-packed", "llama", layout, "exact"))
+    assert len(verdict.conventions) == 1, "the numbers differ from those without float8"
+
+
+@pytest.mark.slow
+def test_ends_are_left_out(session: Session) -> None:
+    assert_honest(session, cell_of("fsdp2", "sft-packed", "gemma3", "dp2.fp8tensor.fp8ends", "exact"))
+
+
+@pytest.mark.slow
+def test_fp32_is_judged_by_the_noise_of_ties(session: Session) -> None:
+    cell = cell_of("fsdp2", "sft-sgd", "llama", "dp2.fp8tensor", "fp32", rows=24, accumulation=2, steps=1)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [fault.name for fault in FLOAT8_FAULTS])
+def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str) -> None:
+    place = catalogue()[name].cells
+    steps = STEPS_OF.get(name, 1)
+    cell = cell_of("fsdp2", place.scenario, place.model, place.layouts["fsdp2"], "exact", name, steps=steps)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "differs", verdict.reason
+    assert verdict.first_stage == catalogue()[name].stage, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("scenario", "model", "layout", "precision", "reason"),
+    [
+        ("grpo", "llama", "dp2.fp8tensor", "exact", "supervised fine-tuning"),
+        ("sft-packed", "qwen3-moe", "dp2.fp8row", "exact", "dense models"),
+        ("sft-packed", "llama", "dp2.fp8row", "fp16", "use bf16"),
+        ("sft-packed", "llama", "sp2.fp8row", "exact", "leave other axes out"),
+        ("sft-packed", "llama", "dp2.fp8row.compile", "exact", "compile is not built"),
+        ("sft-packed", "llama", "tp2.fp8tensor", "exact", "add the layout option 'plan'"),
+        ("sft-packed", "llama", "dp2.fp8tensor.fp8ends", "exact", "the model has no other"),
+        ("sft-packed", "llama", "dp2.fp8tensor", "exact", ""),
+    ],
+)
+def test_refusals_name_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, scenario: str, model: str, layout: str, precision: PrecisionName, reason: str
+) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda name: object())
+    cell = cell_of("fsdp2", scenario, model, layout, precision)
+    found = float8.float8_support(cell.scenario, cell.phases[0].layout)
+    assert reason in found if reason else not found
+
+
+def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda name: None)
+    cell = cell_of("fsdp2", "sft-packed", "llama", "dp2.fp8tensor", "exact")
+    assert "pip install 'backend-parity[fp8]'" in float8.float8_support(cell.scenario, cell.phases[0].layout)

@@ -1,0 +1,93 @@
+"""The oracle's model of float8: its rounding is that of the formats, and its products are those of the recipe."""
+
+import pytest
+import torch
+from test_oracle import BATCH, FLOAT64, policy_model
+from torch import Tensor
+
+from conformance.oracle.defects import variant_of
+from conformance.oracle.float8 import E4M3, E5M2, RECIPES, Cast, Format, Product, rounded, scale_of
+from conformance.oracle.step import observe
+from conformance.spec.conventions import Float8Products
+from conformance.spec.supervised import Sft
+
+FORMATS = [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)]
+
+
+def drawn(*shape: int) -> Tensor:
+    """Numbers of many sizes."""
+    generator = torch.Generator().manual_seed(len(shape) + shape[0])
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return x * torch.exp(2 * torch.randn(*shape, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("format", "dtype"), FORMATS)
+def test_rounding_is_that_of_the_dtype(format: Format, dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    numbers = every[every.isfinite()].sort().values
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat([numbers, ties, ties.nextafter(ties * 2), drawn(2000) * 100])
+    x = x.clamp(-format.largest, format.largest)
+    assert torch.equal(rounded(x, format), x.to(dtype).double())
+    assert rounded(torch.tensor([1e9, -1e9]), format).tolist() == [format.largest, -format.largest]
+
+
+def test_what_is_near_a_tie_rounds_the_other_way() -> None:
+    x = torch.tensor([1.0625 + 2e-4, 1.0625 - 2e-4, 1.05, 1.125])  # 1 and 1.125 are numbers of e4m3
+    assert rounded(x, E4M3).tolist() == [1.125, 1.0, 1.0, 1.125]
+    assert rounded(x, E4M3, near=1e-3).tolist() == [1.0, 1.125, 1.0, 1.125]
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_a_scale_takes_the_largest_number_to_the_end(powers: bool) -> None:
+    x = drawn(5, 7)
+    x[2] = 0.0
+    ends = (x * scale_of(x, E4M3, dim=1, powers=powers)).abs().amax(1)
+    ends = ends[ends > 0]
+    assert len(ends) == 4
+    assert bool(((ends > 224) & (ends <= 448)).all() if powers else ends.allclose(torch.full_like(ends, 448.0)))
+
+
+def by_dtype(x: Tensor, dtype: torch.dtype, dim: int | None, *, powers: bool) -> Tensor:
+    """Casts by torch's dtype, one row after another."""
+    if dim is not None:
+        parts = [by_dtype(part, dtype, None, powers=powers) for part in x.unbind(1 - dim)]
+        return torch.stack(parts, 1 - dim)
+    scale = torch.finfo(dtype).max / x.abs().max()
+    scale = 2.0 ** torch.floor(torch.log2(scale)) if powers else scale
+    return (x * scale).to(dtype).double() / scale
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_have_the_operands_of_the_recipe(name: str) -> None:
+    x, weight, gradient = drawn(12, 32).requires_grad_(), drawn(16, 32).requires_grad_(), drawn(12, 16)
+    y: Tensor = Product.apply(x, weight, Cast(recipe=RECIPES[name]))  # type: ignore[no-untyped-call]
+    y.backward(gradient)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    tokens, features, powers = (None, None, False) if name == "fp8tensor" else (1, 0, True)
+    of_gradient = e5m2 if name == "fp8tensor" else e4m3
+    with torch.no_grad():
+
+        def cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
+            return by_dtype(x, dtype, dim, powers=powers)
+
+        assert y.allclose(cast(x, e4m3, tokens) @ cast(weight, e4m3, tokens).T, rtol=1e-13)
+        columns = None if name == "fp8rowhp" else features
+        expected = cast(gradient, of_gradient, tokens) @ cast(weight, e4m3, columns)
+        assert x.grad is not None
+        assert x.grad.allclose(expected, rtol=1e-13)
+        expected = cast(gradient, of_gradient, features).T @ cast(x, e4m3, features)
+        assert weight.grad is not None
+        assert weight.grad.allclose(gradient.T @ x if name == "fp8rowhp" else expected, rtol=1e-13)
+
+
+def test_a_joined_micro_batch_is_its_documents() -> None:
+    """With both layers left out, nothing is cast."""
+    variant = variant_of((Float8Products(ends=True, multiple=32, data_ranks=2),))
+    plain, joined = (observe(BATCH, [policy_model("qwen3")], Sft(), FLOAT64, *more) for more in ((), (variant,)))
+    for name, gradient in plain.gradients["policy"].items():
+        assert gradient.allclose(joined.gradients["policy"][name], rtol=1e-9, atol=1e-15), name
+    cast = observe(BATCH, [policy_model("qwen3")], Sft(), FLOAT64, variant_of((Float8Products(data_ranks=2),)))
+    assert any(
+        not g.allclose(cast.gradients["policy"][name], rtol=1e-3) for name, g in plain.gradients["policy"].items()
+    )
