@@ -116,10 +116,9 @@ class Product(torch.autograd.Function):
         whole = replace(cast, recipe=replace(recipe, by_row=False)) if recipe.whole_weight else cast
         of_input = cast(gradient, recipe.gradient, 1) @ whole(weight, E4M3, 0)
         if recipe.of_weight:
-            of_weight = cast(gradient, recipe.gradient, 0).T @ cast(x, E4M3, 0)
-        else:
-            of_weight = gradient.T @ x
-        return of_input.to(x.dtype), of_weight.to(weight.dtype), None
+            gradient, x = cast(gradient, recipe.gradient, 0), cast(x, E4M3, 0)
+        of_weight = gradient.T @ x
+        return of_input.to(weight.dtype), of_weight.to(weight.dtype), None
 
 
 class WithFloat8Products(Variant):
