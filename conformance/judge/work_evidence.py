@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from conformance.spec.layout import Layout
+from conformance.spec.layout import FLOAT8, Layout
 from conformance.spec.scenario import Scenario
 
 LEAST = 0.5  # of the elements and multiplications that a layout implies; a claim that is not kept gives nearly none
 LARGEST_BUCKET = 0.4  # of all gradients of a rank; an eighth and the rest of a bucket are due, and 0.5 if there is one
+# Of the sum of magnitudes: a result in bf16 is 2^-9 off, and Hopper adds up with 2^-13 unless it is told not to.
+FLOAT8_ERROR = 2.0**-7
 SLACK = 1.1  # of the largest share of a rank
 BLOCK = 128  # libraries pad rows to a multiple of this
 NUMBERS = 4  # of a token that ranks of one sequence gather: log-prob and entropy, once or twice
@@ -135,6 +137,10 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
     if "overlap" not in layout.options:  # which gathers updated weights when they are used or read
         changed = max(rank.get("changed_by_reading", 0) for rank in step.ranks)
         yield below("weights are the same before and after they are read", changed, 1, "changed storages")
+    if errors := [rank["float8_error"] for rank in step.ranks if rank.get("float8")]:
+        error = max(errors)
+        observed = f"requested at most {FLOAT8_ERROR:.1e} of the magnitudes, observed {error:.1e}"
+        yield "products in float8 are those of their operands", error <= FLOAT8_ERROR, observed
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
@@ -329,6 +335,8 @@ def not_proven(
     yield "what dropout does with numbers that it drops", "dropout" in options
     yield "order of the ring", bool(options & {"ring", "zigzag"})
     yield "stride", layout.stride > 1
+    emulated = not all(rank.get("float8") for rank in step.ranks)
+    yield "a kernel for products in float8, which are emulated", bool(options & set(FLOAT8)) and emulated
     is_cut = bool(stage) and shards_of(layout) > 1
     hidden = stage in (0, 1, 2) and shards_of(layout) > 1 and gathered_numbers(layout, step) >= LEAST * trained
     yield "whole weights in the forward pass", hidden and not layout.gathers

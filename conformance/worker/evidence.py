@@ -50,6 +50,7 @@ _WHOLE = [stem for stem in _STEMS if stem not in ("broadcast", "reduce", "send")
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operators
 _LINEAR = ("mm", "addmm", "linear", "_scaled_mm")  # the last one in float8
+_PART = 256  # rows and columns of a product in float8 that are multiplied again
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 _DROPS_ALONE = ("dropout", "attention")  # in the names of operators that draw a mask and apply it
 # Methods with which a caller, not the library, tells which micro-batches come before the last: module, class, method.
@@ -171,6 +172,8 @@ class Watch(EagerMode):
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
     boundaries: number of calls of the methods in BY_CALLER.
+    float8: number of products that a kernel made of operands in float8. float8_error: their largest distance from the
+        product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
     drawn: number of masks of dropout by (``forward`` or ``recomputed``, digest of the activations that were dropped
         from or an empty text, digest of the random generator before it drew the mask).
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
@@ -195,6 +198,7 @@ class Watch(EagerMode):
         self.moved: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         self.work: Counter[str] = Counter()
         self.boundaries = 0
+        self.float8, self.float8_error = 0, 0.0
         self.drawn: Counter[tuple[str, str, str]] = Counter()
         self._masks: dict[int, str] = {}  # digests of masks that no operator has applied yet, by storage
         self.held_weights: Counter[int] = Counter()
@@ -373,6 +377,9 @@ class Watch(EagerMode):
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
             self.products[_name(result.dtype), phase] += 1
+            if operator.name == "_scaled_mm":
+                self.float8 += 1
+                self.float8_error = max(self.float8_error, _product_error(*args[:4], result))
             if operator.name in _LINEAR:
                 if not self._updating:
                     self.work[phase] += result.numel() * args[operator.name == "addmm"].shape[-1]
@@ -405,6 +412,8 @@ class Watch(EagerMode):
             "lengths": sorted(self.lengths),
             "nested": self.nested,
             "boundaries": self.boundaries,
+            "float8": self.float8,
+            "float8_error": self.float8_error,
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],
@@ -423,6 +432,17 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (own := kwargs.get("generator")) is not None:
         return own.get_state()
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
+
+
+def _product_error(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, result: Tensor) -> float:
+    """Returns how far a scaled product is from that of its operands: (M, K) and (K, N), of which a part is multiplied.
+
+    Scales are those of whole operands, or (M, 1) and (1, N).
+    """
+    scale_a, scale_b = (s if s.numel() == 1 else s[:_PART, :_PART] for s in (scale_a, scale_b))
+    wide_a, wide_b = a[:_PART].double() * scale_a, b[:, :_PART].double() * scale_b
+    distance = (result[:_PART, :_PART].double() - wide_a @ wide_b).abs()
+    return float((distance / (wide_a.abs() @ wide_b.abs()).clamp(min=torch.finfo(torch.float64).tiny)).max())
 
 
 def _in_compiled_code() -> bool:

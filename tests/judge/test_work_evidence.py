@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from conformance.judge.layout_evidence import unproven
 from conformance.judge.work_evidence import Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
+from conformance.worker.evidence import Watch, _product_error
 
 LINEAR = Linear(layers=4000, outside=1024, frozen=False, uncut=False, keys=16, hidden=8)
 ACCUMULATION, TRAINED, LENGTH = 2, 1300, 10
@@ -210,6 +213,19 @@ AGAIN = "weights are gathered again for the backward pass, as ZeRO-3 has it"
 def test_each_rank_does_its_share(layout: str, change: Callable[[Ranks], None], claim: str) -> None:
     found = wrong(layout, change)
     assert claim in found if claim else not found
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_product_in_float8_is_that_of_its_operands(by_row: bool) -> None:
+    draw = partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    a, b = (draw(rows, 64).to(torch.float8_e4m3fn) for rows in (300, 48))
+    scales = (draw(300, 1), draw(1, 48)) if by_row else (torch.tensor(0.5), torch.tensor(3.0))
+    with (watch := Watch()).step():
+        result = torch._scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16)
+    assert watch.float8 == 1
+    errors = watch.float8_error, _product_error(a, b.t(), *scales, 1.02 * result)
+    for error, claims in zip(errors, (set(), {"products in float8 are those of their operands"}), strict=True):
+        assert wrong("dp2", lambda ranks, error=error: ranks[0].update(float8=1, float8_error=error)) == claims
 
 
 ANEW, ALIKE = "recomputed layers draw the masks", "ranks with the same activations"
