@@ -138,9 +138,8 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         changed = max(rank.get("changed_by_reading", 0) for rank in step.ranks)
         yield below("weights are the same before and after they are read", changed, 1, "changed storages")
     if errors := [rank["float8_error"] for rank in step.ranks if rank.get("float8")]:
-        error = max(errors)
-        observed = f"requested at most {FLOAT8_ERROR:.1e} of the magnitudes, observed {error:.1e}"
-        yield "products in float8 are those of their operands", error <= FLOAT8_ERROR, observed
+        where = f"requested at most {FLOAT8_ERROR:.1e} of the magnitudes, observed {max(errors):.1e}"
+        yield "products in float8 are those of their operands", max(errors) <= FLOAT8_ERROR, where
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"

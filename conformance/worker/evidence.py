@@ -379,7 +379,7 @@ class Watch(EagerMode):
             self.products[_name(result.dtype), phase] += 1
             if operator.name == "_scaled_mm":
                 self.float8 += 1
-                self.float8_error = max(self.float8_error, _product_error(*args[:4], result))
+                self.float8_error = max(self.float8_error, _product_error(args, result))
             if operator.name in _LINEAR:
                 if not self._updating:
                     self.work[phase] += result.numel() * args[operator.name == "addmm"].shape[-1]
@@ -434,12 +434,13 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
 
 
-def _product_error(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, result: Tensor) -> float:
-    """Returns how far a scaled product is from that of its operands: (M, K) and (K, N), of which a part is multiplied.
+def _product_error(args: tuple[Any, ...], result: Tensor) -> float:
+    """Returns how far a scaled product is from that of its operands (M, K) and (K, N), of which a part is multiplied.
 
-    Scales are those of whole operands, or (M, 1) and (1, N).
+    args: both operands and both scales, which are single numbers, or (M, 1) and (1, N).
     """
-    scale_a, scale_b = (s if s.numel() == 1 else s[:_PART, :_PART] for s in (scale_a, scale_b))
+    a, b, *scales = args[:4]
+    scale_a, scale_b = (scale if scale.numel() == 1 else scale[:_PART, :_PART] for scale in scales)
     wide_a, wide_b = a[:_PART].double() * scale_a, b[:, :_PART].double() * scale_b
     distance = (result[:_PART, :_PART].double() - wide_a @ wide_b).abs()
     return float((distance / (wide_a.abs() @ wide_b.abs()).clamp(min=torch.finfo(torch.float64).tiny)).max())

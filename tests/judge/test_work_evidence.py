@@ -156,6 +156,10 @@ def says_when(ranks: Ranks) -> None:
         rank["boundaries"] = ACCUMULATION
 
 
+def multiplies_in_float8(ranks: Ranks, error: float) -> None:
+    ranks[0] |= {"float8": 1, "float8_error": error}
+
+
 AGAIN = "weights are gathered again for the backward pass, as ZeRO-3 has it"
 
 
@@ -223,9 +227,9 @@ def test_a_product_in_float8_is_that_of_its_operands(by_row: bool) -> None:
     with (watch := Watch()).step():
         result = torch._scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16)
     assert watch.float8 == 1
-    errors = watch.float8_error, _product_error(a, b.t(), *scales, 1.02 * result)
-    for error, claims in zip(errors, (set(), {"products in float8 are those of their operands"}), strict=True):
-        assert wrong("dp2", lambda ranks, error=error: ranks[0].update(float8=1, float8_error=error)) == claims
+    errors = watch.float8_error, _product_error((a, b.t(), *scales), 1.02 * result)
+    found = [wrong("dp2", partial(multiplies_in_float8, error=error)) for error in errors]
+    assert found == [set(), {"products in float8 are those of their operands"}]
 
 
 ANEW, ALIKE = "recomputed layers draw the masks", "ranks with the same activations"
