@@ -23,6 +23,7 @@ from conformance.core.environments import Environment, Made, Unmade, make_enviro
 from conformance.core.errors import UsageError, did_you_mean
 from conformance.core.packages import load_command, package_version
 from conformance.core.parser import Parser
+from conformance.core.process import Stopped, stop_code
 from conformance.matrix.options import AtOnce, Kept, Options, Ranks, Selection
 from conformance.records.record_format import dumps
 from conformance.results.output_folders import EnvironmentRun, write_environment
@@ -40,7 +41,7 @@ def matrix_command(options: argparse.Namespace) -> int:
     backends = tuple(options.backend or registered_backends())
     out, arguments = output_folder(options.out), _given(options, Selection, Ranks, AtOnce, Kept)
     arguments += ["--no-bisect"] * options.no_bisect
-    codes = []
+    codes, folders, stopped = list[int](), list[Path](), 0
     for name, wanted in chosen.items():
         _say(f"environment {name}: {', '.join(wanted.requirements) or 'what is installed'}")
         note, lock = "", ""
@@ -52,15 +53,19 @@ def matrix_command(options: argparse.Namespace) -> int:
             note = str(error)
             _say(f"environment {name}: {note}")
             codes.append(EXIT["usage"] if isinstance(error, UsageError) else EXIT["incomplete"])
+        except KeyboardInterrupt as error:
+            note, stopped = "stopped", stop_code(error)
         again = shlex.join(["parity", "matrix", str(options.file), "--environment", name])
         about = EnvironmentRun(name=name, lock=lock, note=note, command=again, backends=backends)
         write_environment(out / name, about)
-    if all(code == EXIT["usage"] for code in codes):
+        folders.append(out / name)
+        if stopped:
+            break
+    if codes and all(code == EXIT["usage"] for code in codes):
         return EXIT["usage"]
-    folders = [out / name for name in chosen]
     load_command("publish").run(argparse.Namespace(outs=folders, to=out, against=None))
     print(*_summary(folders), sep="\n")
-    return max((code if code in SEVERITY else EXIT["incomplete"] for code in codes), key=SEVERITY.index)
+    return stopped or max((code if code in SEVERITY else EXIT["incomplete"] for code in codes), key=SEVERITY.index)
 
 
 def run_in(made: Made, out: Path, backends: Iterable[str], arguments: Sequence[str]) -> int:
@@ -74,7 +79,7 @@ def run_in(made: Made, out: Path, backends: Iterable[str], arguments: Sequence[s
     with contextlib.redirect_stdout(sys.stderr):
         code = run_options(options)[1]
     if code > max(EXIT.values()):
-        raise KeyboardInterrupt
+        raise Stopped(code - 128)
     return code
 
 

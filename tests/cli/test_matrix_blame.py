@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from conformance.cli.main import main
 from conformance.core import environments
 from conformance.core.environments import Environment, Made, Unmade, read_environments
 from conformance.core.errors import UsageError
+from conformance.core.process import Stopped
 from conformance.results.output_folders import EnvironmentRun, write_environment
 from reports.board import Board, columns_of, read_board
 
@@ -211,3 +213,19 @@ def test_cells_run_in_environments_made_on_demand(tmp_path: Path, monkeypatch: p
     assert (told["before"]["release"], told["after"]["release"]) == ("1.0", "1.2")
     assert (told["before"]["state"], told["after"]["stage"]) == ("pass", "clipped update")
     assert "Requires-Python >=4" in told["skipped"]["1.1"]
+
+
+def test_a_matrix_that_is_stopped_shows_what_was_run(stubs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def run_in(made: Made, out: Path, *_: object) -> int:
+        if out.name == "two":
+            raise Stopped(signal.SIGTERM)
+        write_sample(out)
+        return 0
+
+    monkeypatch.setattr(command, "run_in", run_in)
+    file, out = stubs.with_name("three.toml"), stubs.with_name("out")
+    file.write_text("".join(f"[environments.{name}]\nrequirements = []\n" for name in ("one", "two", "three")))
+    assert main(["matrix", str(file), "--backend", "deepspeed", "--out", str(out)]) == 143
+    found = {column.version: column.note for column in read_board(out / "board.json").columns}
+    assert found == {"one": "", "two": "stopped"}
+    assert "two: nothing was run" in capsys.readouterr().out
