@@ -57,14 +57,15 @@ def test_ends_without_a_change_are_refused(letters: str, words: str) -> None:
 
 @pytest.fixture
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script, and environments in which it fails from release 3 of package b on; release 2 cannot be installed."""
+    """A script that fails with b from release 3 on, but for releases of a after 1; b 2 cannot be installed."""
 
     def make(wanted: Environment) -> Made:
         pins = dict(one.split("==") for one in wanted.requirements)
         if pins.get("b") == "2":
             raise Unmade("no wheel of b 2")
         python = tmp_path / "-".join(["python", *pins.values()])
-        python.write_text(f"#!/bin/sh\necho b is {pins.get('b')}; exit {int(pins.get('b', '0') >= '3')}\n")
+        fails = pins.get("b", "0") >= "3" and pins.get("a", "1") == "1"
+        python.write_text(f"#!/bin/sh\necho b is {pins.get('b')}; exit {int(fails)}\n")
         python.chmod(0o755)
         return Made(python=str(python), lock="\n".join(wanted.requirements))
 
