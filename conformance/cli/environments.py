@@ -6,6 +6,7 @@ environments are held against the same numbers.
 
 import argparse
 import contextlib
+import io
 import shlex
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def run_in(made: Made, out: Path, backends: Iterable[str], arguments: Sequence[s
     words = [*arguments, *where, "--out", str(out)]
     options = parser.parse_args(words)
     options.arguments = words
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(io.StringIO()):  # where its reports are: this command has one of its own
         code = run_options(options)[1]
     if code > max(EXIT.values()):
         raise Stopped(code - 128)
