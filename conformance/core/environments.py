@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -243,6 +244,8 @@ def _sources(wanted: Environment) -> list[str]:
 
 
 def _pip(python: str) -> list[str]:
+    if find_spec("pip") is None:
+        raise Unmade(f"pip is not installed, which lists releases and resolves; run: {sys.executable} -m ensurepip")
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
 
 
