@@ -40,9 +40,11 @@ class ResponseFunctions:
         return target_logprobs(output, document, stable=stable, temperature=self.objective.temperature)
 
     def annotate(self, batches: Sequence[Batch], found: Mapping[str, Responses], *, stable: torch.dtype) -> list[Batch]:
+        batches = self.sampled(batches)
         flat = [document for batch in batches for document in batch.documents]
         known: dict[str, list[Any]] = {
-            model: [numbers for batch in outputs for numbers in batch] for model, outputs in found.items()
+            model: [one[: sum(d.targets)] for d, one in zip(flat, (n for batch in of for n in batch), strict=True)]
+            for model, of in found.items()
         }
         sampled = [of_targets(d, "rollout_logprob", stable) for d in flat]
         old = known.get(POLICY.name, sampled)
@@ -66,6 +68,10 @@ class ResponseFunctions:
             for b in batches
         ]
         return self.variant.rollout(made)
+
+    def sampled(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Returns the mini-batches of a rollout with the responses that the objective trains on."""
+        return batches
 
     def score(self, document: Document) -> float:
         """Returns the response's reward, less the penalty for its length: arXiv 2503.14476, equation 13."""
@@ -215,6 +221,25 @@ class GrpoFunctions(ResponseFunctions):
     """
 
     objective: Grpo
+
+    def sampled(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Takes the targets from groups whose rewards are equal (arXiv 2503.14476, equation 11)."""
+        if not self.objective.filter_groups:
+            return batches
+        rewards: dict[float, list[float]] = {}
+        for document in (document for batch in batches for document in batch.documents):
+            given = of_targets(document, GIVEN, torch.float64).sum().item() if GIVEN in document.columns else 0.0
+            rewards.setdefault(one_number(document, "group"), []).append(one_number(document, "reward") + given)
+        without = {group for group, found in rewards.items() if len(found) > 1 and min(found) == max(found)}
+
+        def filtered(document: Document) -> Document:
+            is_out = one_number(document, "group") in without
+            return replace(document, targets=(False,) * len(document.tokens)) if is_out else document
+
+        return [
+            replace(b, rows=tuple(replace(r, documents=tuple(map(filtered, r.documents))) for r in b.rows))
+            for b in batches
+        ]
 
     def advantages(
         self,

@@ -386,14 +386,14 @@ def annotated(
 
 
 def with_columns(batch: Batch, known: Batch) -> Batch:
-    """Adds the columns of ``known`` to ``batch``, the same mini-batch in a later epoch.
+    """Adds the columns of ``known`` to ``batch``, the same mini-batch in a later epoch, and takes its targets.
 
     Columns of ``batch`` take precedence, for example the choices of experts, which belong to this step.
     """
     rows = []
     for own, other in zip(batch.rows, known.rows, strict=True):
         pairs = zip(own.documents, other.documents, strict=True)
-        documents = tuple(replace(d, columns={**of.columns, **d.columns}) for d, of in pairs)
+        documents = tuple(replace(d, targets=of.targets, columns={**of.columns, **d.columns}) for d, of in pairs)
         rows.append(replace(own, documents=documents))
     return replace(batch, rows=tuple(rows))
 

@@ -228,12 +228,16 @@ class Grpo(PolicyGradient):
         ``reinforce_plus_plus_baseline`` (Hu, arXiv 2501.03262).
     norm_adv_by_std_in_grpo: whether ``grpo`` divides by the group's standard deviation (n - 1); Dr. GRPO does not.
     gamma: discount of ``reinforce_plus_plus``.
+    filter_groups: whether groups whose responses all have the same reward, before penalties, are left out of
+        everything: losses, denominators, whitening (dynamic sampling: DAPO, arXiv 2503.14476, equation 11). There are
+        no further responses in their place.
     """
 
     kind: Literal["grpo"] = "grpo"
     adv_estimator: AdvantageEstimator = "grpo"
     norm_adv_by_std_in_grpo: bool = True
     gamma: Discount = 1.0
+    filter_groups: Annotated[bool, Field(strict=True)] = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -65,6 +65,7 @@ RL_SEAMS = {
     "next_values": "impl.objectives.advantages:next_values",
     "whiten": "impl.objectives.advantages:whiten",
     "importance_weights": "impl.objectives.policy_gradient:importance_weights",
+    "kept_groups": "impl.objectives.policy_gradient:kept_groups",
     "overlong_penalty": "impl.objectives.policy_gradient:overlong_penalty",
     "gate": "impl.objectives.losses:gate",
     "evaluate": "impl.objectives.policy_gradient:PolicyGradientFunctions.evaluate",

@@ -113,10 +113,11 @@ class Rollouts:
 
 
 def _with_columns(row: Row, known: Row) -> Row:
-    """Adds the columns of the rollout to a row of a step. The row's own columns win: an update has its own experts."""
-    columns = [{**other.columns, **own.columns} for own, other in zip(row.documents, known.documents, strict=True)]
-    documents = zip(row.documents, columns, strict=True)
-    return replace(row, documents=tuple(replace(document, columns=merged) for document, merged in documents))
+    """Adds the columns of the rollout to a row of a step, and takes its targets. The row's own columns win: an update
+    has its own experts."""
+    pairs = zip(row.documents, known.documents, strict=True)
+    documents = (replace(own, targets=of.targets, columns={**of.columns, **own.columns}) for own, of in pairs)
+    return replace(row, documents=tuple(documents))
 
 
 def rollout_columns(

@@ -95,6 +95,7 @@ SEAMS: Mapping[str, str] = {
     "loss_weights": "(inputs, objective, totals) -> weights of token losses, 0 outside of the mask",
     "token_weights": "(lengths, mode, *, tokens, sequences, scale_factor) -> the same without the mask",
     "importance_weights": "(old log-probs, sampled ones, *, threshold, level, mask) -> weights of a response's tokens",
+    "kept_groups": "(groups, rewards) -> the groups that dynamic sampling keeps",
     "overlong_penalty": "(tokens of a response, objective) -> what it loses of its reward",
     "gate": "(ratios, temperatures) -> the gates of SAPO",
     "policy_losses": "(logprobs, old, advantages, *, mask, documents, objective) -> losses and ratios of tokens",

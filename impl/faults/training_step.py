@@ -256,6 +256,31 @@ def padding_in_mean(step_totals: Function, context: Any, functions: Any, micro_b
 
 
 @MEANS_FAULTS.add(
+    summary="the denominator counts the responses that dynamic sampling leaves out",
+    source="arXiv 2503.14476, equation 11: the mean is over the groups that are kept",
+    stage="loss",
+    cells=rl("dapo", only=FULL),
+    needs="filter_groups and a group of equal rewards",
+)
+def filtered_groups_counted(step_totals: Function, context: Any, functions: Any, micro_batches: Any) -> Any:
+    totals = step_totals(context, functions, micro_batches)
+    documents = [document for rows in micro_batches for row in rows for document in row.documents]
+    tokens = sum(number != 0 for document in documents for number in document.columns["rollout_logprob"])
+    return totals | {"token_count": torch.full_like(totals["token_count"], context.all_reduce(tokens))}
+
+
+@MEANS_FAULTS.add(
+    summary="groups of equal rewards are trained on, by entropy and KL alone",
+    source="arXiv 2503.14476, equation 11",
+    stage="old log-probs",
+    cells=rl("dapo", only=FULL),
+    needs="filter_groups and a group of equal rewards",
+)
+def equal_groups_kept(kept_groups: Function, groups: Any, rewards: Any) -> set[float]:
+    return {*groups}
+
+
+@MEANS_FAULTS.add(
     summary="the weights of losses ignore the mask, so the critic learns from prompts",
     source="https://github.com/TIGER-AI-Lab/verl-tool/issues/116",
     stage="critic loss",

@@ -57,6 +57,16 @@ def overlong_penalty(length: int, objective: PolicyGradient) -> float:
     return -min(max(0, exceeding), objective.overlong_buffer) / objective.overlong_buffer
 
 
+def kept_groups(groups: Sequence[float], rewards: Sequence[float]) -> set[float]:
+    """Returns the groups whose responses have different rewards, or that have one response.
+
+    Dynamic sampling, Yu et al., arXiv 2503.14476, equation 11: 0 < right answers < answers.
+    """
+    first = dict(zip(groups[::-1], rewards[::-1], strict=True))
+    different = {group for group, reward in zip(groups, rewards, strict=True) if reward != first[group]}
+    return different | {group for group in first if groups.count(group) == 1}
+
+
 def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator) -> Tensor:
     """Computes r_t = given_t + reward [t = n - 1] - kl_coef KL_t: (n,), in the dtype of ``old_logprobs``.
 

@@ -20,7 +20,7 @@ from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 from conformance.spec.supervised import TEACHER, Distillation
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
-from impl.objectives.advantages import Estimate, Response, estimate, overlong_penalty
+from impl.objectives.advantages import Estimate, Response, estimate, kept_groups, overlong_penalty
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
 from impl.objectives.preferences import Functions, KtoFunctions, PreferenceFunctions, RewardFunctions, StepFunctions
 
@@ -47,16 +47,28 @@ class PolicyGradientFunctions:
     def annotate(self, batches: Sequence[Batch], found: RolloutOutputs) -> list[Batch]:
         """Adds the columns that ``evaluate`` reads to the mini-batches."""
         outputs = {model: _by_document(batches, rows) for model, rows in found.items()}
-        documents = [document for batch in batches for document in batch.documents]
+        documents = self._sampled([document for batch in batches for document in batch.documents])
         responses = [
-            _response(document, {model: numbers[n] for model, numbers in outputs.items()}, self.objective)
-            for n, document in enumerate(documents)
+            _response(d, {model: numbers[n][: sum(d.targets)] for model, numbers in outputs.items()}, self.objective)
+            for n, d in enumerate(documents)
         ]
         estimates = estimate(responses, self.objective)
         annotated = (self._annotated(*each) for each in zip(documents, responses, estimates, strict=True))
         return [
             replace(b, rows=tuple(replace(r, documents=tuple(next(annotated) for _ in r.documents)) for r in b.rows))
             for b in batches
+        ]
+
+    def _sampled(self, documents: list[Document]) -> list[Document]:
+        """Takes the targets from responses of groups that dynamic sampling leaves out."""
+        if not (isinstance(self.objective, Grpo) and self.objective.filter_groups):
+            return documents
+        groups, rewards = ([_number(d, name) for d in documents] for name in ("group", "reward"))
+        given = [_of_targets(d, GIVEN).sum().item() if GIVEN in d.columns else 0.0 for d in documents]
+        kept = kept_groups(groups, [reward + more for reward, more in zip(rewards, given, strict=True)])
+        return [
+            document if group in kept else replace(document, targets=(False,) * len(document.targets))
+            for document, group in zip(documents, groups, strict=True)
         ]
 
     def _annotated(self, document: Document, response: Response, estimated: Estimate) -> Document:
@@ -202,18 +214,21 @@ def _by_document(batches: Sequence[Batch], found: Mapping[tuple[int, int], Tenso
 
 def _response(document: Document, found: Mapping[str, Tensor], objective: Grpo | Ppo) -> Response:
     sampled = _of_targets(document, "rollout_logprob")
-    group, reward = document.columns["group"], document.columns["reward"]
-    assert isinstance(group, float)
-    assert isinstance(reward, float)
     return Response(
-        group=int(group),
-        reward=reward + overlong_penalty(sum(document.targets), objective),
+        group=int(_number(document, "group")),
+        reward=_number(document, "reward") + overlong_penalty(sum(document.targets), objective),
         old_logprobs=found.get(POLICY.name, sampled),
         reference_logprobs=found.get(REFERENCE.name),
         values=found.get(CRITIC.name),
         given=_of_targets(document, GIVEN) if GIVEN in document.columns else None,
         gaps=gaps_of(document.targets),
     )
+
+
+def _number(document: Document, name: str) -> float:
+    number = document.columns[name]
+    assert isinstance(number, float)
+    return number
 
 
 def gaps_of(targets: Sequence[bool]) -> Tensor:

@@ -15,13 +15,24 @@ from typing import Any
 
 import pytest
 import torch
-from rl_calls import openrlhf_actor_loss, openrlhf_estimate, openrlhf_policy, trl_loss, trl_score, verl_estimate
+from rl_calls import (
+    openrlhf_actor_loss,
+    openrlhf_estimate,
+    openrlhf_policy,
+    trl_kto,
+    trl_loss,
+    trl_score,
+    verl_estimate,
+    verl_overlong,
+)
 from rl_cases import Documents, Rollout, gradients, responses, total, with_gradient
 from rl_libraries import openrlhf, root, trl, verl
 from rl_sides import IMPL, weights_of
 from torch import Tensor
 
 from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
+from conformance.spec.preferences import Kto
+from impl.objectives.preferences import answer_losses, kl_of
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "explanations" / "objectives.md"
 Measurement = Callable[[], tuple[float, float]]
@@ -147,6 +158,21 @@ def importance_weights_of_verls_default() -> tuple[float, float]:
     level = defaults("verl")["rollout_is"]
     theirs, _ = verl().rollout.compute_rollout_correction_weights(ratios, mask, level, 2.0)
     return float(IMPL.importance_weights(case.old[0], case.sampled[0], threshold=2.0)[0]), float(theirs[0, 0])
+
+
+@measures("V9")
+def overlong_penalty_of_verl() -> tuple[float, float]:
+    objective = PolicyGradient(overlong_length=10, overlong_buffer=4)
+    return IMPL.penalty(12, objective), verl_overlong(12, limit=10, buffer=4)
+
+
+@measures("T13")
+def kl_of_kto_of_trl() -> tuple[float, float]:
+    """Two desired answers of log-ratio 1 in two micro-batches, whose mismatched answers have 2 and -2."""
+    parts = [([(d(1.0), d(0.0))], [(d(other), d(0.0))], [True]) for other in (2.0, -2.0)]
+    theirs = torch.stack([trl_kto(*part, beta=1.0) for part in parts]).mean()
+    kl = kl_of({"kl": d(2.0, -2.0).mean()})
+    return float(answer_losses(d(1.0, 1.0) - kl, torch.tensor([True, True]), Kto(beta=1.0)).mean()), float(theirs)
 
 
 @measures("T1")

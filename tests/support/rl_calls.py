@@ -1,15 +1,18 @@
 """Calls the functions of verl, TRL and OpenRLHF: documents in, documents or the loss of a mini-batch out."""
 
+import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from rl_cases import Documents, Padded, Rollout
-from rl_libraries import NoFloat32, float64_by_default, openrlhf, trl, verl
+from rl_libraries import NoFloat32, float64_by_default, openrlhf, taken_out, trl, verl
 from torch import Tensor
+from torch.nn import functional
 
 from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
 
@@ -28,6 +31,47 @@ class Batch(dict[str, Any]):
 
     def to_padded_tensor(self) -> "Batch":
         return self
+
+
+def verl_evicted(groups: Sequence[int], rewards: Sequence[float]) -> set[int]:
+    """The groups that dynamic sampling leaves out."""
+    scores = {f"{group}_{n}": torch.tensor([0.0, r]) for n, (group, r) in enumerate(zip(groups, rewards, strict=True))}
+    filtered = taken_out(
+        "verl",
+        "verl/trainer/ppo/v1/replay_buffer.py",
+        "ReplayBuffer._dapo_filtered_keys",
+        **{"Counter": Counter, "defaultdict": defaultdict, "np": np, "FILTER_GROUPS_REWARD_METRIC": "reward"},
+        tq=SimpleNamespace(kv_batch_get=lambda keys, **_: {"rm_scores": [scores[key] for key in keys]}),
+    )
+    self = SimpleNamespace(
+        filter_groups_metric="reward",
+        finished_keys={"train": {str(group) for group in groups}},
+        partitions={"train": scores},
+        _dapo_classification_cache={"train": {}},
+    )
+    return {int(group) for group in filtered(self, "train")[0]}
+
+
+def verl_overlong(length: int, *, limit: int, buffer: int) -> float:
+    """What a response of so many tokens loses of its reward, 0."""
+
+    async def called(_: object, function: Callable[[], Any]) -> Any:
+        return function()
+
+    self = SimpleNamespace(
+        loop=SimpleNamespace(run_in_executor=called),
+        tokenizer=SimpleNamespace(decode=lambda *_, **__: ""),
+        compute_score=lambda **_: 0.0,
+        **{"reward_router_address": None, "is_async_reward_score": False, "max_resp_len": limit},
+        overlong_buffer_cfg=SimpleNamespace(enable=True, len=buffer, penalty_factor=1.0, log=False),
+    )
+    item = SimpleNamespace(
+        batch={"responses": torch.zeros(length), "attention_mask": torch.ones(length, dtype=torch.int64)},
+        non_tensor_batch={"data_source": "", "reward_model": {"ground_truth": ""}},
+    )
+    file = "verl/experimental/reward_loop/reward_manager/dapo.py"
+    run = taken_out("verl", file, "DAPORewardManager.run_single")
+    return float(asyncio.run(run(self, [item]))["reward_score"])
 
 
 def verl_rewards(case: Rollout, padded: Padded, *, kl_coef: float, kl_penalty: str) -> Tensor:
@@ -394,3 +438,36 @@ def trl_loss(
 def first(documents: Sequence[Tensor]) -> Tensor:
     """The first number of each document, 0 of an empty one: (N,)."""
     return torch.stack([each[0] if len(each) else torch.zeros((), dtype=torch.float64) for each in documents])
+
+
+def trl_kto(
+    answers: Sequence[tuple[Tensor, Tensor]],
+    mismatched: Sequence[tuple[Tensor, Tensor]],
+    labels: Sequence[bool],
+    *,
+    beta: float,
+    weights: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """The loss of KTOTrainer for one micro-batch. The policy's and the reference's log-probs of each answer."""
+    method = taken_out("trl", "trl/trainer/kto_trainer.py", "KTOTrainer._compute_loss", F=functional)
+    width = max(len(own) for own, _ in answers)
+    numbers = torch.stack([functional.pad(own, (0, width - len(own))) for own, _ in answers])
+    nothing = torch.zeros_like(numbers)
+    self = SimpleNamespace(
+        **{"model": SimpleNamespace(training=False), "calculate_KL": True, "precompute_ref_logps": True},
+        **{"aux_loss_enabled": False, "loss_type": "kto", "beta": beta, "_metrics": {"eval": defaultdict(list)}},
+        **{"desirable_weight": weights[0], "undesirable_weight": weights[1], "_total_train_tokens": 0},
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        _compute_kl_logps=lambda model, batch: torch.stack([own.sum() for own, _ in mismatched]),
+    )
+    places = torch.zeros(len(answers), width + 1, dtype=torch.int64)
+    batch = {
+        "label": torch.tensor(labels),
+        "input_ids": places,
+        "completion_mask": torch.ones_like(places),
+        "ref_logps": torch.stack([frozen.sum() for _, frozen in answers]),
+        "ref_KL_logps": torch.stack([frozen.sum() for _, frozen in mismatched]),
+    }
+    outputs = SimpleNamespace(log_probs=numbers, entropy=nothing, mean_logits=nothing)
+    loss: Tensor = method(self, lambda **_: outputs, batch, False)
+    return loss

@@ -57,12 +57,14 @@ class Side:
     """Functions of our own that are held against the libraries.
 
     estimate: (advantages, returns) of the responses of a roll-out, in order; None for returns that nothing reads.
-    penalty: what a response of so many tokens loses. importance_weights: of the tokens of a response. kl_estimate,
-    value_losses: of tensors of any shape. policy, critic: as in a step.
+    annotated: the mini-batches of a rollout with the columns that updates read. penalty: what a response of so many
+    tokens loses. importance_weights: of the tokens of a response. kl_estimate, value_losses: of tensors of any shape.
+    policy, critic: as in a step.
     """
 
     name: str
     estimate: Callable[[list[advantages.Response], Grpo | Ppo], tuple[Documents, Documents | None]]
+    annotated: Callable[[list[Batch], Grpo], list[Batch]]
     token_rewards: Callable[..., Tensor]
     policy_losses: OfDocuments
     token_weights: Weights
@@ -203,6 +205,7 @@ def _critic(case: Rollout, values: Documents, objective: Ppo) -> tuple[Tensor, N
 IMPL = Side(
     name="impl",
     estimate=_estimate,
+    annotated=lambda batches, objective: PolicyGradientFunctions(objective).annotate(batches, {}),
     token_rewards=advantages.token_rewards,
     policy_losses=_packed_losses,
     token_weights=_token_weights,
@@ -321,6 +324,7 @@ def _summed(terms: Any) -> tuple[Tensor, Numbers]:
 ORACLE = Side(
     name="oracle",
     estimate=_oracle_estimate,
+    annotated=lambda batches, objective: oracle.GrpoFunctions(objective).annotate(batches, {}, stable=torch.float64),
     token_rewards=_oracle_rewards,
     policy_losses=each_document(_oracle_losses),
     token_weights=_oracle_weights,

@@ -16,12 +16,14 @@ from rl_calls import (
     openrlhf_estimate,
     trl_score,
     verl_estimate,
+    verl_evicted,
     verl_rewards,
 )
 from rl_cases import Padded, Rollout, cases, responses, rollouts
 from rl_libraries import trl
-from rl_sides import SIDES, Side
+from rl_sides import SIDES, Side, rows_of
 
+from conformance.spec.batch import Batch
 from conformance.spec.objectives import Grpo, KlEstimator, Ppo
 
 pytestmark = pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
@@ -134,6 +136,22 @@ def test_whitened_estimators_of_openrlhf(side: Side, estimator: str, case: Rollo
     factor = (numbers.var() + 1e-8).rsqrt() / numbers.var(correction=0).clamp(min=1e-8).rsqrt()
     condition = of_tokens(raw) * (1 + max(abs(reward) for reward in case.rewards))
     agree(advantages, [each * factor for each in theirs[0]], condition=condition)
+
+
+@cases(100, case=rollouts(empty=False))
+def test_dynamic_sampling_of_verl(side: Side, case: Rollout) -> None:
+    """Groups that its replay buffer evicts have no targets."""
+    evicted = verl_evicted(case.groups, case.rewards)
+    columns: Any = {
+        "group": [float(group) for group in case.groups],
+        "reward": case.rewards,
+        "rollout_logprob": case.old,
+    }
+    objective = Grpo(filter_groups=True, recompute_old_logprobs=False)
+    (batch,) = side.annotated([Batch(0, 99, tuple(rows_of(case, **columns)))], objective)
+    kept = [any(document.targets) for document in batch.documents]
+    assert kept == [group not in evicted for group in case.groups]
+    assert batch.target_count == sum(n for n, is_kept in zip(case.lengths, kept, strict=True) if is_kept)
 
 
 # TRL

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rl_calls import trl_kto
 from rl_libraries import NoFloat32, float64_by_default, load, taken_out
 from torch import Tensor
 from torch.nn import functional
@@ -362,34 +363,12 @@ def test_steps_of_trl_end_at_the_separator() -> None:
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 1.5)])
 def test_kto_of_trl(weights: tuple[float, float]) -> None:
-    method = taken_out("trl", "trl/trainer/kto_trainer.py", "KTOTrainer._compute_loss", F=functional)
     signs = []
 
     def theirs(answers: list[tuple[Tensor, Tensor]]) -> Tensor:
-        def model(which: int) -> Any:
-            numbers = torch.stack([functional.pad(both[which], (0, 9 - len(both[which]))) for both in answers[::2]])
-            nothing = torch.zeros_like(numbers)
-            return lambda **_: SimpleNamespace(log_probs=numbers, entropy=nothing, mean_logits=nothing)
-
-        labels = torch.tensor([True, False, False, True, True])
-        mismatched = [torch.stack([both[which].sum() for both in answers[1::2]]) for which in range(2)]
-        signs.append((mismatched[0] - mismatched[1]).mean().item() > 0)
-        self = SimpleNamespace(
-            **{"model": SimpleNamespace(training=False), "calculate_KL": True, "precompute_ref_logps": True},
-            **{"aux_loss_enabled": False, "loss_type": "kto", "beta": 0.3, "_metrics": {"eval": defaultdict(list)}},
-            **{"desirable_weight": weights[0], "undesirable_weight": weights[1], "_total_train_tokens": 0},
-            accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
-            _compute_kl_logps=lambda model, batch: mismatched[0],
-        )
-        batch = {
-            "label": labels,
-            "input_ids": torch.zeros(5, 10, dtype=torch.int64),
-            "completion_mask": torch.ones(5, 10, dtype=torch.int64),
-            "ref_logps": torch.stack([both[1].sum() for both in answers[::2]]),
-            "ref_KL_logps": mismatched[1],
-        }
-        loss: Tensor = method(self, model(0), batch, False)
-        return loss
+        signs.append(sum((own - frozen).sum().item() for own, frozen in answers[1::2]) > 0)
+        labels = [True, False, False, True, True]
+        return trl_kto(answers[::2], answers[1::2], labels, beta=0.3, weights=weights)
 
     agree(Kto(beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1]), theirs)
     assert len(set(signs)) == 2, "no step has a KL below 0, or none above"
