@@ -16,7 +16,7 @@ from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
 from impl.deepspeed.config import states_of, zero_stage
-from impl.engine.adapter import HUGGING_FACE_SEAMS, SHARED_SEAMS, ReferenceBackend, seams_of_model
+from impl.engine.adapter import HUGGING_FACE_SEAMS, SCHEDULES, SHARED_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import host_bytes
 from impl.models.family_quirks import quirks_of
 from impl.models.lora import adapter_support
@@ -113,6 +113,7 @@ class DeepspeedBackend(ReferenceBackend):
         "torch._inductor.compile_fx",  # the first engine of every fresh worker imports it
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
+        *SCHEDULES,
     )
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {

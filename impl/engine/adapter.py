@@ -1,6 +1,7 @@
 """Implements what all built-in backends share: the protocol, on impl.interface.trainable, and a part of contexts."""
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -92,6 +93,9 @@ RL_SEAMS = {
     "divergence_terms": "impl.models.divergence:divergence_terms",
     "scaled_logits": "impl.models.divergence:scaled",
 }
+# For preload: it imports peft, for which each fresh rank needs 0.3 s. Peft imports TransformerEngine, which may
+# initialise CUDA; a process that forks must not.
+SCHEDULES = () if find_spec("transformer_engine") else ("transformers.optimization",)
 SHARED_SEAMS = {
     **RL_SEAMS,
     "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",

@@ -15,7 +15,14 @@ from conformance.spec.layout import FLOAT8, Layout
 from conformance.spec.precision import Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
-from impl.engine.adapter import HUGGING_FACE_SEAMS, SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
+from impl.engine.adapter import (
+    HUGGING_FACE_SEAMS,
+    SCHEDULES,
+    SHARED_SEAMS,
+    VOCABULARY_SEAMS,
+    ReferenceBackend,
+    seams_of_model,
+)
 from impl.engine.memory_estimate import Shapes, States, cut, elements, host_bytes, largest_layer, layer_of
 from impl.fsdp2.float8 import SHAPE_MULTIPLE, float8_support
 from impl.models.family_quirks import ROUTED, quirks_of
@@ -86,6 +93,7 @@ class Fsdp2Backend(ReferenceBackend):
         "impl.fsdp2.model",
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
+        *SCHEDULES,
     )
     expected = EXPECTED
     conventions: ClassVar[Conventions] = (Float8Products(multiple=SHAPE_MULTIPLE),)

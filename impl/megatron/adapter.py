@@ -26,7 +26,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, Precision
 from conformance.spec.scenario import LoraConfig, Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
-from impl.engine.adapter import SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
+from impl.engine.adapter import SCHEDULES, SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.interface.trainable import ContextConfig
 from impl.megatron.hf_mapping import all_parameters, is_trained
@@ -228,7 +228,7 @@ class MegatronBackend(ReferenceBackend):
         url="https://docs.nvidia.com/megatron-core/developer-guide/latest/",
         default_zero=0,
     )
-    preload = ("transformers.modeling_utils", "impl.megatron.context", *RING_MODULES)
+    preload = ("transformers.modeling_utils", "impl.megatron.context", *RING_MODULES, *SCHEDULES)
     # TransformerEngine may initialise CUDA when it is imported; a process that forks must not.
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
