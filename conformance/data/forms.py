@@ -17,6 +17,7 @@ from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
+from conformance.data.images import KEYS, image_columns
 from conformance.data.samples import (
     PREFERENCE_COLUMNS,
     ROLLOUT_COLUMNS,
@@ -29,6 +30,7 @@ from conformance.data.samples import (
     masks_of,
     read_dataset,
 )
+from conformance.spec.batch import Columns
 from conformance.spec.preferences import LABEL, MARGIN
 from conformance.spec.scenario import DataConfig
 
@@ -110,8 +112,8 @@ class Sample:
     messages: the turns, in order. first: the number of the first turn that may be trained on; assistant turns from
     there on are, unless a turn says that it is not. tools: what the chat template gets as such. is_pair: whether the
     texts can do without a template. tokens, targets: of a sample that has been tokenized before, which has no turns.
-    columns: numbers of the whole sample that an objective reads. steps, labels: of an answer in steps, the texts and
-    their labels. record: all columns, as they were read.
+    columns: numbers that an objective or a model with images reads, of the whole sample or by token. steps, labels: of
+    an answer in steps, the texts and their labels. record: all columns, as they were read.
     """
 
     messages: tuple[Message, ...] = ()
@@ -120,7 +122,7 @@ class Sample:
     is_pair: bool = False
     tokens: tuple[int, ...] = ()
     targets: tuple[bool, ...] = ()
-    columns: Mapping[str, float] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict)
     steps: tuple[str, ...] = ()
     labels: tuple[float, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -164,7 +166,12 @@ def read_samples(config: DataConfig, *, reads: Callable[[str], bool] = lambda co
     columns = _columns(first, config, place)
     if not is_builtin(path):
         _name_unused([record for _, record in records], columns, config.path, reads)
-    return [replace(_sample(record, columns, place), record=record) for place, record in records]
+    samples = [replace(_sample(record, columns, place), record=record) for place, record in records]
+    if len({len(sample.columns) for sample in samples}) > 1:
+        raise UsageError(
+            f"{path}: some samples have other images than others; each needs some, of the same numbers a token"
+        )
+    return samples
 
 
 def read_preferences(config: DataConfig) -> list[tuple[Sample, Sample]]:
@@ -318,7 +325,7 @@ def _name_unused(
     records: Sequence[Mapping[str, Any]], columns: Sequence[str], path: str, reads: Callable[[str], bool]
 ) -> None:
     used = {column.partition(".")[0] for column in columns}
-    used |= {"labels"} if columns == (TOKENS,) else {*SYSTEM, "tools"}
+    used |= {"labels", *KEYS} if columns == (TOKENS,) else {*SYSTEM, "tools"}
     used |= {"input"} if columns[0] == "instruction" else set()
     names = dict.fromkeys(name for record in records for name in record if not (name in used or reads(name)))
     if unused := [name for name in names if not masks_of({name: True})]:
@@ -387,7 +394,8 @@ def _tokenized(record: Mapping[str, Any], tokens: Any, place: Place) -> Sample:
     targets = (False, *labelled_tokens(record, place, tokens)[1:])
     if not any(targets):
         raise UsageError(f"{place}: no token of {TOKENS!r} is trained on; leave the sample out")
-    return Sample(tokens=tuple(tokens), targets=targets)
+    columns = image_columns(record, place, len(tokens))
+    return Sample(tokens=tuple(tokens), targets=targets, columns=columns)
 
 
 def _turns(value: Any, key: str, place: Place) -> list[Message]:

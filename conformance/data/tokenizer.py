@@ -29,7 +29,7 @@ from conformance.core.io import MIB
 from conformance.data.forms import Sample
 from conformance.data.samples import is_builtin
 from conformance.models.folder_checks import CONFIG, Files, files_of, runs_code
-from conformance.spec.batch import Column, Document
+from conformance.spec.batch import IMAGE, Column, Document
 from conformance.spec.preferences import LABEL
 from conformance.spec.scenario import DataConfig
 
@@ -368,7 +368,7 @@ class Documents:
             self._raise_too_long(
                 "leaves no room for a target token in", lambda one: not any(one[1][:limit]), instead="drop"
             )
-        if len(tokens) > limit and self.config.too_long == "error":
+        if len(tokens) > limit and (self.config.too_long == "error" or IMAGE in columns):  # an image cannot be cut
             self._raise_too_long("is too short for", lambda one: len(one[0]) > limit, instead="truncate")
         return Document(tokens[:limit], targets[:limit], columns)
 

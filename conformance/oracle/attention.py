@@ -154,8 +154,10 @@ def latent_attention(
     return linear(mixed_THE.reshape(len(x), a.heads * a.value_dim), w, "self_attn.o_proj", module)
 
 
-def gated_delta_net(x: Tensor, w: Weights, a: GatedDeltaNet, *, policy: Policy, module: Module) -> Tensor:
-    """Computes linear attention of one document, ``x`` (T, D). G: key heads, H: value heads.
+def gated_delta_net(
+    x: Tensor, w: Weights, a: GatedDeltaNet, *, lengths: Sequence[int], policy: Policy, module: Module
+) -> Tensor:
+    """Computes linear attention within each document, ``x`` (T, D). G: key heads, H: value heads.
 
     q, k and v go through a causal convolution of each channel and SiLU; q and k of a head have length 1, and q is
     divided by sqrt(key_dim). The decay of a step is exp(-exp(A_log) softplus(a + dt_bias)), as in Mamba 2 (arXiv
@@ -167,7 +169,8 @@ def gated_delta_net(x: Tensor, w: Weights, a: GatedDeltaNet, *, policy: Policy, 
     *qkv, z = qkvz_TGE.split([a.key_dim, a.key_dim, values, values], dim=-1)
     b_TGE, a_TGE = linear(x, w, "linear_attn.in_proj_ba", module).view(tokens, a.heads, -1).split(shared, dim=-1)
     channels = torch.cat([part.flatten(1) for part in qkv], dim=-1)
-    past = F.pad(channels, (0, 0, a.kernel - 1, 0)).unfold(0, a.kernel, 1)  # (T, channels, kernel)
+    padded = (F.pad(document, (0, 0, a.kernel - 1, 0)) for document in channels.split(lengths))
+    past = torch.cat([document.unfold(0, a.kernel, 1) for document in padded])  # (T, channels, kernel)
     mixed = F.silu((past * w["linear_attn.conv1d.weight"][:, 0]).sum(-1)).to(policy.stable)
     keys = a.heads * a.key_dim
     q, k, v = mixed.split([keys, keys, a.heads * values], dim=-1)
@@ -175,19 +178,17 @@ def gated_delta_net(x: Tensor, w: Weights, a: GatedDeltaNet, *, policy: Policy, 
     q_THE, k_THE = (part.repeat_interleave(shared, dim=1) for part in units)
     rate_H = w["linear_attn.A_log"].to(policy.stable).exp()
     step_TH = F.softplus(a_TGE.reshape(tokens, -1).to(policy.stable) + w["linear_attn.dt_bias"])
-    o_THE = delta_rule(
-        q_THE * a.key_dim**-0.5,
-        k_THE,
-        v.view(tokens, a.value_heads, a.value_dim),
-        decay=(-rate_H * step_TH).exp(),
-        strength=b_TGE.reshape(tokens, -1).sigmoid().to(policy.stable),
-    ).to(policy.compute)
+    strength_TH = b_TGE.reshape(tokens, -1).sigmoid().to(policy.stable)
+    v_THE = v.view(tokens, a.value_heads, a.value_dim)
+    parts = (q_THE * a.key_dim**-0.5, k_THE, v_THE, (-rate_H * step_TH).exp(), strength_TH)
+    documents = zip(*(part.split(lengths) for part in parts), strict=True)
+    o_THE = torch.cat([delta_rule(*document) for document in documents]).to(policy.compute)
     normed = rms_norm(o_THE, w["linear_attn.norm.weight"], a.norm, policy)
     gated = normed * F.silu(z.reshape(o_THE.shape).to(policy.stable))
     return linear(gated.to(policy.compute).flatten(1), w, "linear_attn.out_proj", module)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, *, decay: Tensor, strength: Tensor) -> Tensor:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
     """Computes S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T and S_t q_t, with S_0 = 0, for each head.
 
     ``q``, ``k``: (T, H, E). ``v`` and the result: (T, H, F). ``decay`` a and ``strength`` b: (T, H).

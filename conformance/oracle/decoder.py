@@ -66,6 +66,7 @@ def decoder_layer(
     *,
     table: Table | None,
     hidden: Tensor,
+    lengths: Sequence[int],
     policy: Policy,
     module: Module,
     routing: Routing,
@@ -73,7 +74,7 @@ def decoder_layer(
     """Computes one layer; ``x`` and the result are (T, D).
 
     ``w``: the layer's own weights. ``table``: None for linear attention. ``hidden``: (T, T), True for keys that a query
-    must not see.
+    must not see. ``lengths``: of the documents.
     """
 
     def normed(name: str | None, x: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def decoder_layer(
         return module(name, partial(rms_norm, weight=w[name + ".weight"], norm=norm, policy=policy), x)
 
     if isinstance(layer.attention, GatedDeltaNet):
-        name, attend = "linear_attn", partial(gated_delta_net, a=layer.attention)
+        name, attend = "linear_attn", partial(gated_delta_net, a=layer.attention, lengths=lengths)
     else:
         assert table
         name = "self_attn"
@@ -241,7 +242,7 @@ def forward(
     embeddings_VD = w["model.embed_tokens.weight"]
     x = tap.module("model.embed_tokens", partial(_embed, weight=embeddings_VD, a=a, policy=policy), tokens)
     dtypes = {"compute": policy.compute, "stable": policy.stable}
-    lengths = lengths or [len(tokens)]
+    lengths = [*lengths] or [len(tokens)]
     places = torch.cat([torch.arange(length) for length in lengths])
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     apart = document[:, None] != document
@@ -272,6 +273,7 @@ def forward(
             a.norm,
             table=table,
             hidden=hidden,
+            lengths=lengths,
             policy=policy,
             module=module,
             routing=routing,

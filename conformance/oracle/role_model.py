@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from conformance.core.errors import UsageError
 from conformance.models.components import Architecture, MixtureOfExperts, parameter_shapes
 from conformance.models.families import has_routers, is_written, read_architecture
 from conformance.models.folders import elements_of, weight_shapes
@@ -35,7 +36,7 @@ from conformance.oracle.decoder import (
 )
 from conformance.oracle.feed_forward import Routing, routing_of
 from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
-from conformance.spec.batch import Document
+from conformance.spec.batch import IMAGE, NO_COLUMNS, Columns, Document
 from conformance.spec.observables import Head
 from conformance.spec.scenario import LoraConfig, Scenario
 
@@ -150,9 +151,10 @@ class Decoder(Protocol):
         tap: Tap = NO_TAP,
         routing: Routing | None = None,
         lengths: Sequence[int] = (),
+        columns: Columns = NO_COLUMNS,
     ) -> Tensor:
         """Returns logits (T, V), or values (T, 1), of one document ``tokens`` (T,) int64 in ``policy.compute``, or of
-        several of these ``lengths``."""
+        several of these ``lengths``. ``columns``: those of the one document, which hold its images."""
         ...
 
     def described(self) -> dict[str, Any]:
@@ -238,7 +240,10 @@ class Written:
         tap: Tap = NO_TAP,
         routing: Routing | None = None,
         lengths: Sequence[int] = (),
+        columns: Columns = NO_COLUMNS,
     ) -> Tensor:
+        if IMAGE in columns:
+            raise UsageError("the data has images, which this model does not take; use a model with an image tower")
         return forward(tokens, weights, self.architecture, policy, variant, tap, routing, lengths)
 
     def described(self) -> dict[str, Any]:

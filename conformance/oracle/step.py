@@ -191,7 +191,8 @@ def observe(
                     continue
                 if (output := outputs.get((name, at))) is None:
                     tokens, tap = torch.tensor(document.tokens), taps.get(name, NO_TAP) if has_targets else NO_TAP
-                    output = model.decoder.forward(tokens, leaves[name], policy, variant, tap, routing)
+                    inputs = tokens, leaves[name], policy, variant, tap, routing
+                    output = model.decoder.forward(*inputs, columns=document.columns)
                 loss = torch.zeros((), dtype=policy.stable, device=output.device)
                 if routing:
                     parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)

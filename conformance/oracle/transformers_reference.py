@@ -28,7 +28,7 @@ from conformance.models.folders import weight_files, weight_shapes
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.feed_forward import Routing
 from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
-from conformance.spec.batch import Document
+from conformance.spec.batch import GRID, IMAGE, NO_COLUMNS, PIXEL, Columns, Document
 from conformance.spec.observables import Head
 from conformance.spec.scenario import LoraConfig
 
@@ -102,7 +102,9 @@ class TransformersDecoder:
         reference = (getattr(self._config, "auto_map", None) or {}).get("AutoModelForCausalLM")
         if reference and self._code:
             return get_class_from_dynamic_module(reference, self._folder)  # type: ignore[no-any-return]
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]  # type: ignore[no-any-return]
+        kind = type(self._config)
+        known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+        return known or transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]  # type: ignore[no-any-return]
 
     def _built_empty(self) -> transformers.PreTrainedModel:
         """Builds the model without weights, on torch's meta device. Errors of its code propagate.
@@ -180,10 +182,12 @@ class TransformersDecoder:
         tap: Tap = NO_TAP,
         routing: Routing | None = None,
         lengths: Sequence[int] = (),
+        columns: Columns = NO_COLUMNS,
     ) -> Tensor:
         assert not lengths, "only models that are written from the papers take several documents"
+        images = _images(columns, self._config, policy.stable) if IMAGE in columns else {}
         w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
-        output = self._module(policy, str(tokens.device))(tokens, w)
+        output = self._module(policy, str(tokens.device))(tokens, w, images)
         found: Tensor = output.last_hidden_state @ w[SCORE].T if self._head == "value" else output.logits
         return found[0]
 
@@ -207,7 +211,9 @@ class TransformersDecoder:
     ) -> transformers.PreTrainedModel:
         """Loads the model with the weights of ``folder``, in evaluation mode. Raises UsageError if they do not fit."""
         value = self._head == "value"
-        loader = transformers.AutoModel if value else transformers.AutoModelForCausalLM
+        causal = self._code or type(self._config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        language = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
+        loader = transformers.AutoModel if value else language
         with warnings.catch_warnings(), listed_ties():
             warnings.simplefilter("ignore")
             model, found = loader.from_pretrained(
@@ -257,9 +263,9 @@ class _Module:
                 setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
         return self
 
-    def __call__(self, tokens: Tensor, weights: Mapping[str, Tensor]) -> Any:
+    def __call__(self, tokens: Tensor, weights: Mapping[str, Tensor], images: Mapping[str, Tensor]) -> Any:
         given = {name: weights[self._prefix + first] for name, first in self._names.items()}
-        inputs = {"input_ids": tokens[None], "use_cache": False}
+        inputs = {"input_ids": tokens[None], "use_cache": False, **images}
         return functional_call(self._model, given, args=(), kwargs=inputs, tie_weights=False)
 
 
@@ -298,6 +304,28 @@ def _check(
                 )
                 remarks.append(f"{entry} ({why})")
     return tuple(remarks)
+
+
+def _images(columns: Columns, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the images of a document as transformers' processors give them. The model finds positions by itself.
+
+    Raises UsageError for a model without an image tower.
+    """
+    if (tower := getattr(config, "vision_config", None)) is None:
+        raise UsageError("the data has images, which this model does not take; use a model with an image tower")
+    table = {name: torch.tensor(column, dtype=dtype) for name, column in columns.items()}
+    marks = table[IMAGE].bool()
+    numbers = torch.stack([table[name] for name in columns if name.startswith(PIXEL)], dim=1)[marks]
+    if merge := getattr(tower, "spatial_merge_size", None):
+        grids = torch.stack([table[name] for name in GRID], dim=1).long()
+        pixels = numbers.reshape(len(numbers) * merge**2, -1)
+        return {
+            "pixel_values": pixels,
+            "image_grid_thw": grids[grids[:, 0] > 0],
+            "mm_token_type_ids": marks.long()[None],
+        }
+    size = (tower.num_channels, tower.image_size, tower.image_size)
+    return {"pixel_values": numbers.reshape(-1, *size), "token_type_ids": marks.long()[None]}
 
 
 def _convolutions(model: torch.nn.Module) -> int:

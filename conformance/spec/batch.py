@@ -9,11 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 Column = tuple[float, ...] | float
+Columns = Mapping[str, Column]
+NO_COLUMNS: Columns = MappingProxyType({})
 OF_INPUTS = "token."  # prefix of a column whose numbers belong to tokens as inputs, not as targets
 GIVEN = "given_reward"  # column of what tokens earn besides the reward of their response
 EXPERTS = f"{OF_INPUTS}expert."  # prefix of each expert_column
+# Columns of documents with images. IMAGE: 1 where an image token stands. GRID: patches of an image by time, height and
+# width, at its first token. PIXEL, a prefix: the numbers of pixel_values that belong to an image token, in their order.
+IMAGE, PIXEL = f"{OF_INPUTS}image", f"{OF_INPUTS}pixel."
+GRID = tuple(f"{OF_INPUTS}grid.{axis}" for axis in "thw")
 
 
 def expert_column(layer: int, slot: int, of: str = "routing") -> str:
@@ -37,7 +44,7 @@ class Document:
 
     tokens: tuple[int, ...]
     targets: tuple[bool, ...]
-    columns: Mapping[str, Column] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.targets) > 0

@@ -57,6 +57,7 @@ from impl.engine.optimizers import (
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
 from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
+from impl.models.images import model_inputs
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
 from impl.models.outputs import outputs_of
 from impl.models.router import routers_of
@@ -202,7 +203,8 @@ class DeepspeedModel(HuggingFaceModel):
     def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         if self.routers:
             self.routers.begin(inputs)
-        logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
+        given = {**model_inputs(self.model.config, inputs), **options}
+        logits = self.engine(input_ids=inputs.tokens, use_cache=False, **given).logits
         outputs = outputs_of(logits, inputs, head=self.head, want=want, temperature=temperature)
         return self.routers.added(outputs, inputs) if self.routers else outputs
 

@@ -51,6 +51,7 @@ from impl.interface.distributed import Reading
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
 from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
+from impl.models.images import model_inputs
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.lora import named_parameters
 from impl.models.outputs import from_last_stage, outputs_of
@@ -220,9 +221,8 @@ class Fsdp2Model(HuggingFaceModel):
     def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         if self.routers:
             self.routers.begin(inputs)
-        logits: Tensor = self.model(
-            input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
-        ).logits
+        given = {**model_inputs(self.model.config, inputs), **options}
+        logits: Tensor = self.model(input_ids=inputs.tokens, use_cache=False, **given).logits
         shard = vocabulary_shard(logits)
         outputs = outputs_of(
             shard.logits,

@@ -97,6 +97,10 @@ class Documents:
 
     def begin(self, _: Any, __: Any, options: dict[str, Any]) -> None:
         positions, self._places = options.get("position_ids"), None
+        if (
+            positions is not None and positions.ndim == 3
+        ):  # of a model with images; the first ones are those of the text
+            positions = positions[0]
         if positions is None or (count := int((positions == 0).sum())) == len(positions):
             return
         number = (positions == 0).flatten().cumsum(0).view_as(positions) - 1

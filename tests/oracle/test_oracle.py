@@ -142,7 +142,7 @@ def test_delta_rule_equals_transformers_beyond_a_chunk(rule: str) -> None:
     with exact_tier():
         own = getattr(modeling_qwen3_next, rule)
         found, _ = own(q[None], k[None], v[None], g=decay.log()[None], beta=strength[None])
-    assert relative(found[0], delta_rule(q * 8**-0.5, k, v, decay=decay, strength=strength)) < 1e-14
+    assert relative(found[0], delta_rule(q * 8**-0.5, k, v, decay, strength)) < 1e-14
 
 
 def router_loss(model: torch.nn.Module, documents: list[tuple[Tensor, ...]]) -> Tensor:

@@ -35,28 +35,6 @@ SIZES = {
 # GLM-4-MoE: routers with a bias that is a buffer. GPT-2: learned positions, a configuration with other names, tied.
 # Granite-4-micro: neither experts nor recurrent layers, and a plan that shards experts alone. Those in RECURRENT carry
 # states: of a gated delta rule, of Mamba 2 beside attention or in a layer of its own, or of a convolution alone.
-_DELTA: dict[str, Any] = {
-    **{"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
-}
-_MAMBA: dict[str, Any] = {
-    **{"num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16},
-}
-RECURRENT: dict[str, dict[str, Any]] = {
-    "Qwen3_5Text": _DELTA,
-    "Granite4": {
-        **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96, **_MAMBA},
-        **{"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
-    },
-    "Bamba": {"attn_layer_indices": [1], **_MAMBA},
-    "FalconH1": {"mamba_d_ssm": 96, "mamba_d_head": 24, **_MAMBA},
-    "NemotronH": {
-        **{"num_key_value_heads": 2, "head_dim": 12, "layers_block_type": ["mamba", "attention"]},
-        **{"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 16},
-    },
-    "Lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-}
-CLASSES = {"Granite4": "GraniteMoeHybrid"}  # whose name is not that of the kind
 KINDS: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"hidden_size": 64, "intermediate_size": 96, "rotary_pct": 0.25},
     "StableLm": {"hidden_size": 64, "num_key_value_heads": 2, "use_qkv_bias": True},
@@ -82,13 +60,75 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
+_DELTA: dict[str, Any] = {
+    **{"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+}
+_MAMBA: dict[str, Any] = {
+    **{"num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16},
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": _DELTA,
+    "Granite4": {
+        **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96, **_MAMBA},
+        **{"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    },
+    "Bamba": {"attn_layer_indices": [1], **_MAMBA},
+    "FalconH1": {"mamba_d_ssm": 96, "mamba_d_head": 24, **_MAMBA},
+    "NemotronH": {
+        **{"num_key_value_heads": 2, "head_dim": 12, "layers_block_type": ["mamba", "attention"]},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 16},
+    },
+    "Lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+}
+CLASSES = {"Granite4": "GraniteMoeHybrid"}  # whose name is not that of the kind
+# Image and text: text models of two layers, towers of two, whose patches are of 2 x 2 pixels.
+_TEXT = {"vocab_size": 400, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "pad_token_id": 0}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+_TOWER = {"patch_size": 2, "hidden_size": 32, "intermediate_size": 40}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+_IDS = {"image_token_id": 7, "vision_start_token_id": 6, "vision_end_token_id": 5, "video_token_id": 4}
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "Qwen2_5_VL": {
+        "text_config": {**_TEXT, **_HEADS, "rope_parameters": _MROPE},
+        "vision_config": {
+            **{
+                **_TOWER,
+                "depth": 2,
+                "num_heads": 2,
+                "out_hidden_size": 48,
+                "window_size": 8,
+                "fullatt_block_indexes": [1],
+            },
+        },
+        **_IDS,
+    },
+    "Qwen3VL": {
+        "text_config": {**_TEXT, **_HEADS, "head_dim": 12, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        "vision_config": {
+            **{**_TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+            "num_position_embeddings": 16,
+        },
+        **_IDS,
+    },
+    "Gemma3": {
+        "text_config": {
+            **{**_TEXT, **_HEADS, "head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 12},
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {**_TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8},
+        **{"mm_tokens_per_image": 4, "image_token_index": 7, "boi_token_index": 6, "eoi_token_index": 5},
+    },
+}
+
 
 def make_model(kind: str, folder: Path, **changes: Any) -> Path:
     """A tiny model of transformers' class ``kind``, whose norms and biases are not neutral."""
-    own = (KINDS | RECURRENT)[kind]
-    config = getattr(transformers, f"{CLASSES.get(kind, kind)}Config")(**{**SIZES, **own, **changes})
+    own = WITH_IMAGES[kind] if kind in WITH_IMAGES else {**SIZES, **(KINDS | RECURRENT)[kind]}
+    config = getattr(transformers, f"{CLASSES.get(kind, kind)}Config")(**{**own, **changes})
     generator = torch.Generator().manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    auto = transformers.AutoModelForImageTextToText if kind in WITH_IMAGES else transformers.AutoModelForCausalLM
+    model = auto.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.12
@@ -122,3 +162,25 @@ class WrongMlp(Fsdp2Backend):
 
 def _too_much(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
     return output * (1 + 1e-6)
+
+
+class TextOrder(Fsdp2Backend):
+    """Image tokens are counted like text, one after another."""
+
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+        resolved = super().setup(scenario, layout, weights, device)
+        model = self.models["policy"].model  # type: ignore[attr-defined]
+        model.register_forward_pre_hook(_in_text_order, with_kwargs=True)
+        return resolved
+
+
+def _in_text_order(_: object, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return inputs, {**options, "position_ids": options["position_ids"][:1].expand(4, -1, -1)}
+
+
+class TrainedTower(Fsdp2Backend):
+    """Trains parameters that the scenario freezes."""
+
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+        trained = replace(scenario, optimizer=replace(scenario.optimizer, frozen=()))
+        return super().setup(trained, layout, weights, device)
