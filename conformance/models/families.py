@@ -156,8 +156,9 @@ def _qwen3_moe(config: Config) -> Architecture:
 
 
 def _qwen3_next(config: Config) -> Architecture:
-    """Qwen3-Next, its model card: Gated DeltaNet (arXiv 2412.06464) in three of four layers, attention with output
-    gates (arXiv 2505.06708) and positions on a part of each head, experts of Qwen2-MoE, norms with 1 + weight.
+    """Qwen3-Next, its model card: Gated DeltaNet (arXiv 2412.06464), gated attention, experts as in Qwen2-MoE.
+
+    Attention has output gates (arXiv 2505.06708) and positions on a part of each head; norms multiply by 1 + weight.
     """
     config.demand("num_key_value_heads", "head_dim", "shared_expert_intermediate_size", "hidden_act")
     config.demand("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.spec.batch import OF_INPUTS, Row
+from conformance.spec.batch import OF_INPUTS, PIXEL, Row
 from conformance.spec.supervised import Distillation
 from impl.interface.distributed import moved
 
@@ -88,6 +88,8 @@ def collate(rows: Sequence[Row], *, multiple_of: int = 1) -> MicroBatch:
                 columns[name][r, start : end - 1] = numbers
             start = end
         positions[r, start:] = torch.arange(length - start)
+    if pixels := [columns.pop(name) for name in [*columns] if name.startswith(PIXEL)]:
+        columns[PIXEL] = torch.stack(pixels, dim=-1)
     return MicroBatch(tokens=tokens, labels=labels, positions=positions, real=real, columns=columns)
 
 

@@ -24,7 +24,7 @@ def model_inputs(config: Any, inputs: MicroBatch) -> dict[str, Any]:
     if (tower := getattr(config, "vision_config", None)) is None:
         raise UsageError("the data has images, which this model does not take; use a model with an image tower")
     marks = columns[IMAGE] > 0
-    pixels = torch.stack([columns[name] for name in columns if name.startswith(PIXEL)], dim=-1)[marks]
+    pixels = columns[PIXEL][marks]
     merge = getattr(tower, "spatial_merge_size", None)
     if merge is None:
         pixels = pixels.view(-1, tower.num_channels, tower.image_size, tower.image_size)

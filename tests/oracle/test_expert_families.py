@@ -45,7 +45,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
         ("fsdp2", "sft-packed", "qwen3-next", "dp2"),
         *(exhaustive("deepspeed", "sft-packed", "qwen3-next", f"dp2.zero{stage}") for stage in (1, 2, 3)),
         *(exhaustive("fsdp2", "sft-packed", "qwen3-next", layout) for layout in ("dp2.ckpt", "dp2.rep2", "dp2.ep2")),
-        *(exhaustive("fsdp2", scenario, "qwen3-next", "dp2") for scenario in ("sft-padded", "sft-lora", "grpo")),
+        *(exhaustive("fsdp2", scenario, "qwen3-next", "dp2") for scenario in ("sft-padded", "grpo")),
         exhaustive("megatron", "sft-packed", "gpt-oss", "tp2.seqpar"),
         *(
             exhaustive("fsdp2", "sft-packed", "gpt-oss", layout)

@@ -116,7 +116,13 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
             **{**_TEXT, **_HEADS, "head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 12},
             "layer_types": ["sliding_attention", "full_attention"],
         },
-        "vision_config": {**_TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8},
+        "vision_config": {
+            **_TOWER,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "vision_use_head": False,
+        },
         **{"mm_tokens_per_image": 4, "image_token_index": 7, "boi_token_index": 6, "eoi_token_index": 5},
     },
 }
