@@ -51,7 +51,7 @@ def _grids(record: Mapping[str, Any], place: Place) -> list[list[int]]:
     )
     if not right or any(grid[0] > 1 for grid in grids):
         raise UsageError(f"{place}: 'image_grid_thw' must be a list of [1, height, width], got {shown(grids)}")
-    return grids  # type: ignore[no-any-return]
+    return grids
 
 
 def _starts(record: Mapping[str, Any], place: Place, images: list[int]) -> list[int]:

@@ -155,7 +155,7 @@ def latent_attention(
 
 
 def gated_delta_net(
-    x: Tensor, w: Weights, a: GatedDeltaNet, *, lengths: Sequence[int], policy: Policy, module: Module
+    x: Tensor, w: Weights, a: GatedDeltaNet, *, lengths: list[int], policy: Policy, module: Module
 ) -> Tensor:
     """Computes linear attention within each document, ``x`` (T, D). G: key heads, H: value heads.
 

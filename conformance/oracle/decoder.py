@@ -66,7 +66,7 @@ def decoder_layer(
     *,
     table: Table | None,
     hidden: Tensor,
-    lengths: Sequence[int],
+    lengths: list[int],
     policy: Policy,
     module: Module,
     routing: Routing,

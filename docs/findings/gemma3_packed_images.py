@@ -15,8 +15,13 @@ IMAGE, IMAGE_TOKENS = 7, 4
 
 
 def build() -> Any:
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {"vocab_size": 96, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 9, **sizes}
+    sizes: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text: dict[str, Any] = {"vocab_size": 96, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 9, **sizes}
     text |= {"layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.1}
     tower = {**sizes, "hidden_size": 32, "patch_size": 2, "image_size": 8}
     ids = {"image_token_index": IMAGE, "boi_token_index": 6, "eoi_token_index": 5, "mm_tokens_per_image": IMAGE_TOKENS}

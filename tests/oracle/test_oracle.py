@@ -145,6 +145,14 @@ def test_delta_rule_equals_transformers_beyond_a_chunk(rule: str) -> None:
     assert relative(found[0], delta_rule(q * 8**-0.5, k, v, decay, strength)) < 1e-14
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-next"])
+def test_joint_documents_equal_single_ones(family: str) -> None:
+    model, lengths = policy_model(family), [len(d.tokens) for d in DOCUMENTS]
+    tokens = torch.tensor([token for d in DOCUMENTS for token in d.tokens])
+    joint = model.decoder.forward(tokens, model.weights, FLOAT64, lengths=lengths)
+    assert relative(joint, torch.cat(oracle(family).logits)) < 1e-14
+
+
 def router_loss(model: torch.nn.Module, documents: list[tuple[Tensor, ...]]) -> Tensor:
     """transformers' load-balancing loss, of all documents as one; ``documents``: the logits of each layer's router."""
     layers = tuple(torch.cat(parts) for parts in zip(*documents, strict=True))
