@@ -36,6 +36,14 @@ _BY_WIDTH = tuple(tier.name for tier in sorted(PRECISIONS.values(), key=lambda t
 _TP = "give --tensor-model-parallel-size, which every backend has"
 
 
+def not_trained(kind: str) -> str:
+    """Says which objectives ``parity train`` has, to a user who asks for another one."""
+    return (
+        f"parity train has {', '.join(COMMANDS)}, and not {kind}, which backends are judged on: "
+        f"parity run --profile full --cells '{kind}*'; train with a library, and give its adapter to parity run"
+    )
+
+
 def written(name: str) -> str:
     """Returns an option as it is written on the command line; a recipe has its bare name."""
     return f"--{name.replace('_', '-')}"

@@ -28,6 +28,7 @@ from conformance.data.tokenizer import load_tokenizer
 from conformance.models.folder_checks import CONFIG, runs_code
 from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes
 from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.objectives import BUILT_IN
 from conformance.spec.observables import POLICY
 from conformance.spec.scenario import ADAPTER, DataConfig, Scenario, ScheduleConfig, scenario_to_json
 from impl.checkpoints.training_state import DataPosition
@@ -42,6 +43,7 @@ from impl.objectives.policy_gradient import functions_of
 from impl.train.config import RolloutConfig, TrainConfig
 from impl.train.data import DocumentSource, Prompt, Source, fits, load_prompts
 from impl.train.experience import RolloutSource, check_rollout, sample_responses, score, texts_of
+from impl.train.flags import COMMANDS, not_trained
 from impl.train.generation import Sampling, make_engine
 from impl.train.plan import parameter_shapes
 from impl.train.rewards import FunctionReward, Reward, reward_of
@@ -217,6 +219,8 @@ def check(config: TrainConfig) -> None:
     """Raises UsageError for a configuration whose parts do not fit together."""
     scenario, layout = config.scenario, config.layout
     functions_of(scenario.objective)
+    if scenario.objective.kind not in COMMANDS and scenario.objective.kind in BUILT_IN:
+        raise UsageError(not_trained(scenario.objective.kind))
     if (ranks := dist.get_world_size()) != layout.world_size:
         raise UsageError(f"the layout {layout} needs {layout.world_size} ranks, but there are {ranks}; start as many")
     if scenario.data.rows % (layout.dp * scenario.accumulation):
