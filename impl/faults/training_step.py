@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance.backends.faults import Function
 from conformance.spec.objectives import METRICS
-from impl.faults.declaration import FULL, ROUNDING, Faults, rl, sft
+from impl.faults.declaration import BF16, FULL, ROUNDING, Faults, rl, sft
 from impl.faults.models import zeros_for
 
 STEP_FAULTS = Faults()
@@ -170,6 +170,24 @@ def clip_on_one_replica(clip_coefficient: Function, norm: float, max_norm: float
 def schedule_per_micro_batch(advance_schedule: Function, trainable: Any) -> None:
     for _ in range(trainable.context.config.accumulation):
         advance_schedule(trainable)
+
+
+@STEP_FAULTS.add(
+    summary="log-probs are a softmax of bf16 logits in bf16",
+    source="https://github.com/huggingface/trl/pull/7084",
+    stage="log-probs",
+    cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=BF16),
+    blind=("loss",),
+    needs="bf16",
+)
+def logits_not_upcast(outputs_of: Function, result: Tensor, inputs: Any, *, temperature: float, **options: Any) -> Any:
+    outputs = outputs_of(result, inputs, temperature=temperature, **options)
+    if outputs.logprobs is None:
+        return outputs
+    logits, labels = result[..., : options.get("vocab_size")].bfloat16(), inputs.labels
+    every = torch.log_softmax(logits / temperature, dim=-1)
+    own = every.gather(-1, labels.clamp(min=0)[..., None])[..., 0].to(outputs.logprobs.dtype)
+    return dataclasses.replace(outputs, logprobs=own.where(labels >= 0, 0))
 
 
 @STEP_FAULTS.add(

@@ -47,6 +47,7 @@ BELOW: dict[str, PrecisionName] = {
     "lost-loss-scale": "fp16",
     **{fault.name: "fp16" for fault in OVERFLOW_FAULTS},
     "step-at-setup": "bf16",
+    "logits-not-upcast": "bf16",
     "no-weight-decay": "bf16",
     "norms-decayed": "bf16",
     "default-betas": "bf16",
