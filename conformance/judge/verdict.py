@@ -12,7 +12,7 @@ backend names the pieces of its ranks, and no two of them are the same.
 import math
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -161,9 +161,9 @@ def judge(
     means = {o.key for o in observables if o.mean_of}  # of token-mean only; other sums have no rows of their own
     without_rows = shown_without_rows(phases, observables) | (own_means & means)
     # A value near a tie of a coarse format rounds either way, and moves its neighbours past further ties.
-    coarse = any(isinstance(one, Convention) and one.coarse for one in defects)
+    coarse = not scenario.tier.is_exact and any(isinstance(one, Convention) and one.coarse for one in defects)
     limited = frozenset[str]() if coarse else gradients
-    runs = [measure([run], oracle, without_rows=without_rows) for run in noise]
+    runs = [_judged_rows(measure([run], oracle, without_rows=without_rows), coarse) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, limited)]
     steps = [[step for phase in phases for step in phase.steps]] if scenario.tier.is_exact else usable
@@ -180,7 +180,7 @@ def judge(
     leeway = leeway_of_rows(usable, oracle, bounds_of(rounding))
     sizes = sizes_of(oracle)
     found = [
-        *measure(phases, oracle, leeway=leeway, without_rows=without_rows),
+        *_judged_rows(measure(phases, oracle, leeway=leeway, without_rows=without_rows), coarse),
         *configurations(phases, scenario, sizes),
         *rebuilt_losses(phases, oracle, scenario),
         *rebuilt_updates(phases, oracle, scenario, variant_of(defects)),
@@ -211,6 +211,7 @@ def judge(
     notes = [f"second-class reference, {author}: {NOT_SEEN}"] if author else []
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []
+    notes += ["not judged: single rows, because float8 rounds them too coarsely"] if coarse else []
     listed = unproven(phases, scenario, sizes)
     if not scenario.tier.is_exact and any(map(is_routing, observables)):
         listed.append(f"which experts are chosen, which backends are told in {precision}")
@@ -225,6 +226,11 @@ def judge(
     more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *notes]
     state: State = "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the reference", *more]))
+
+
+def _judged_rows(measured: Iterable[Measurement], coarse: bool) -> list[Measurement]:
+    """Leaves worst rows out if numbers are rounded so coarsely that the noise of some row is no less than the row."""
+    return [one for one in measured if not (coarse and one.of_row)]
 
 
 def _sketched(names: Sequence[str]) -> list[str]:

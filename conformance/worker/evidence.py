@@ -166,8 +166,8 @@ class Watch(EagerMode):
     nested: how often a call of the autograd engine went on after a nested call, as where a layer is recomputed with its
         own graph.
     reduced: number of elements that were summed over a group, by size of the group.
-    moved: number of collectives of floating-point numbers, and of their elements, by (kind, ranks of the group, pass).
-        After ``begin_update`` the pass is ``update``.
+    moved: number of collectives of floating-point numbers or gathered bytes, and of their elements, by (kind, ranks of
+        the group, pass). After ``begin_update`` the pass is ``update``.
     work: multiplications of the products of linear layers, by phase, without those of the update.
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
@@ -357,7 +357,8 @@ class Watch(EagerMode):
     def _collective(self, found: Collective) -> None:
         where = self._pass()
         self.collectives[found.kind, found.size, _name(found.dtype), where] += 1
-        if found.dtype.is_floating_point:
+        # Weights in float8 are gathered as bytes.
+        if found.dtype.is_floating_point or (found.dtype == torch.uint8 and found.kind == "all_gather"):
             moved = self.moved.setdefault((found.kind, found.ranks, "update" if self._updating else where), [0, 0])
             moved[0] += 1
             moved[1] += found.elements

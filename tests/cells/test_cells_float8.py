@@ -60,6 +60,8 @@ def test_fp32_is_judged_by_the_noise_of_ties(session: Session) -> None:
     cell = cell_of("fsdp2", "sft-sgd", "llama", "dp2.fp8tensor", "fp32", rows=24, accumulation=2, steps=1)
     verdict = session.run(cell).verdict
     assert verdict.state == "conforms", verdict.reason
+    assert "not judged: single rows" in verdict.reason
+    assert "a kernel for products in float8, which are emulated" in verdict.reason
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ None of it depends on how noisy a precision is, and no backend is asked about it
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from conformance.core.host import FIXTURES
 from conformance.judge.layout_evidence import _all_are_recomputed
 from conformance.judge.rounding import expert_summands, measure_accumulation_precision
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
-from conformance.judge.verdict import judge
+from conformance.judge.verdict import _judged_rows, judge
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
@@ -294,3 +295,10 @@ def test_lastsync_adds_collectives_to_last_backward_only(
     monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
     verdict = verdict_of(tmp_path, unchanged, layout="dp2.tp2.seqpar.lastsync")
     assert verdict.state == ("conforms" if last > 4 else "differs"), verdict.reason
+
+
+def test_single_rows_in_float8_are_not_judged() -> None:
+    whole = Measurement(stage="gradients", tensor="w", step=0, error=0.1)
+    both = [whole, replace(whole, tensor=f"w {OF_ROWS}", of_row=True)]
+    assert _judged_rows(both, True) == [whole]
+    assert _judged_rows(both, False) == both
