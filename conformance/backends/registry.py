@@ -385,6 +385,10 @@ class SubprocessAdapter:
             raise AskFailed(f"{self._what}host_bytes() returned {answer!r}")
         return answer
 
+    def end(self) -> None:
+        """Ends the process; nothing can be asked afterwards."""
+        self._process.end()
+
     def _answer(self, method: str, scenario: Scenario, *layouts: Layout) -> Support:
         answer = self._ask(method, scenario, *layouts)
         match answer.get("supported"), answer.get("reason"):
@@ -435,6 +439,13 @@ def adapter_of(entry: BackendEntry) -> Adapter:
     if key not in _there:
         _there[key] = SubprocessAdapter(_own_name(entry), entry.python)
     return _there[key]
+
+
+def end_processes(python: str) -> None:
+    """Ends the processes of the adapters in the environment of ``python``, each of which has imported a backend."""
+    keys = [key for key in _there if key[1] == python]
+    for adapter in {_there.pop(key) for key in keys}:
+        adapter.end()
 
 
 def _own_name(entry: BackendEntry) -> str:

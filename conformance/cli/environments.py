@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from conformance.backends.protocol import registered_backends
+from conformance.backends.registry import end_processes
 from conformance.cli import EXIT
 from conformance.cli.commands import COMMANDS
 from conformance.cli.run import output_folder, run_options
@@ -77,8 +78,11 @@ def run_in(made: Made, out: Path, backends: Iterable[str], arguments: Sequence[s
     words = [*arguments, *where, "--out", str(out)]
     options = parser.parse_args(words)
     options.arguments = words
-    with contextlib.redirect_stdout(io.StringIO()):  # where its reports are: this command has one of its own
-        code = run_options(options)[1]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # where its reports are: this command has one of its own
+            code = run_options(options)[1]
+    finally:
+        end_processes(made.python)
     if code > max(EXIT.values()):
         raise Stopped(code - 128)
     return code

@@ -12,6 +12,7 @@ from plain_profile import write_profile
 from report_sample import write_sample
 from wheels import write_wheel
 
+from conformance.backends import registry
 from conformance.cli import environments as command
 from conformance.cli.environments import Answer, Bisection
 from conformance.cli.main import main
@@ -214,6 +215,7 @@ def test_cells_run_in_environments_made_on_demand(tmp_path: Path, monkeypatch: p
     assert (told["before"]["release"], told["after"]["release"]) == ("1.0", "1.2")
     assert (told["before"]["state"], told["after"]["stage"]) == ("pass", "clipped update")
     assert "Requires-Python >=4" in told["skipped"]["1.1"]
+    assert not [python for _, python in registry._there if python.startswith(str(tmp_path))]  # no process is left
 
 
 def test_a_matrix_that_is_stopped_shows_what_was_run(stubs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
