@@ -245,7 +245,7 @@ def empty_model(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=attention or _own_attention(path, config, dtype),
+            attn_implementation=attention or _own_attention(path, config),
             output_loading_info=True,
             # transformers' default is a grouped kernel for experts, which does not support float64.
             **({"experts_implementation": "eager"} if dtype == torch.float64 or needs_loop(path) else {}),
@@ -365,11 +365,10 @@ def _auto_class(config: transformers.PretrainedConfig) -> Any:
     return transformers.AutoModel
 
 
-def _own_attention(path: Path, config: transformers.PretrainedConfig, dtype: torch.dtype) -> str:
+def _own_attention(path: Path, config: transformers.PretrainedConfig) -> str:
     """Returns the attention of a model without context parallelism: torch's kernel, or "eager" where it does not fit.
 
-    It does not fit the exact tier, which needs plain products, soft-capped scores, and models that do not support the
-    kernel.
+    It does not fit soft-capped scores, and models that do not support the kernel.
     """
     has_no_kernel = not getattr(_mapped_class(config), "_supports_sdpa", True)
-    return "eager" if dtype == torch.float64 or unsupported_by_kernels(path) or has_no_kernel else "sdpa"
+    return "eager" if unsupported_by_kernels(path) or has_no_kernel else "sdpa"
