@@ -56,9 +56,9 @@ def record(draw: random.Random, kind: str) -> dict[str, Any]:
     return {**found, "pixel_values": patches, "image_grid_thw": grids}
 
 
-def data_of(kind: str, folder: Path, **changes: Any) -> Path:
+def data_of(kind: str, folder: Path, count: int = 8, **changes: Any) -> Path:
     draw, file = random.Random(0), folder / "images.jsonl"
-    records = [{**record(draw, kind), **changes} for _ in range(160)]
+    records = [{**record(draw, kind), **changes} for _ in range(count)]
     file.write_text("".join(json.dumps(one) + "\n" for one in records))
     return file
 
@@ -112,7 +112,7 @@ def test_wrong_images_are_refused(tmp_path: Path, changes: dict[str, Any], messa
 
 def image_cell(models: Any, kind: str, folder: Path, backend: str, layout: str, frozen: tuple[str, ...] = ()) -> Cell:
     cell = cell_with(models(kind), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
-    data = replace(cell.scenario.data, path=str(data_of(kind, folder)))
+    data = replace(cell.scenario.data, path=str(data_of(kind, folder, count=160)))
     optimizer = replace(cell.scenario.optimizer, frozen=frozen)
     return replace(cell, scenario=replace(cell.scenario, data=data, optimizer=optimizer))
 
