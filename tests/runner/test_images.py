@@ -99,7 +99,7 @@ def test_positions_of_images_are_counted_by_axis_in_each_document() -> None:
     ("changes", "message"),
     [
         ({"mm_token_type_ids": None}, "line 1: 'mm_token_type_ids' must hold .* numbers, 1 at image tokens"),
-        ({"pixel_values": [[0.5]]}, "'pixel_values' has 1 numbers, which cannot be shared out over"),
+        ({"pixel_values": [[0.5] * 25]}, "'pixel_values' has 25 numbers, which cannot be shared out over"),
         ({"pixel_values": ["a"]}, "'pixel_values' must be nested lists of numbers"),
         ({"image_grid_thw": [[2, 4, 4]]}, r"must be a list of \[1, height, width\]"),
         ({"image_grid_thw": [[1, 4, 4]] * 9}, "do not fit"),
@@ -108,6 +108,13 @@ def test_positions_of_images_are_counted_by_axis_in_each_document() -> None:
 def test_wrong_images_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_documents(config_of(data_of("Qwen2_5_VL", tmp_path, **changes)), None)
+
+
+def test_samples_without_images_beside_others_are_refused(tmp_path: Path) -> None:
+    file = data_of("Qwen2_5_VL", tmp_path, count=1)
+    file.write_text(file.read_text() + json.dumps({"input_ids": [8, 9], "labels": [-100, 9]}) + "\n")
+    with pytest.raises(UsageError, match="some samples have other images than others"):
+        load_documents(config_of(file), None)
 
 
 def image_cell(models: Any, kind: str, folder: Path, backend: str, layout: str, frozen: tuple[str, ...] = ()) -> Cell:
