@@ -188,6 +188,7 @@ def test_a_defect_is_found_in_every_backend(backend: str, number: int, session: 
 ATTENTION, O_PROJ = "model.layers.0.self_attn", "model.layers.0.self_attn.o_proj"
 FAULTS = {
     ("fsdp2", "leaking-documents"): ATTENTION,
+    ("fsdp2", "packed-states-leaking"): "model.layers.0.linear_attn",
     ("fsdp2", "local-positions"): ATTENTION,
     ("fsdp2", "merged-in-bf16"): ATTENTION,  # of a ring
     ("fsdp2", "dropped-o-bias"): O_PROJ,
