@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.oracle.primitives import Function, Tap
 from conformance.oracle.run import observe_step
 from conformance.results.bisection import Key
-from conformance.spec.batch import Batch
+from conformance.spec.batch import Batch, Document
 from conformance.spec.known_defects import Defect
 from conformance.spec.observables import Role
 from conformance.spec.scenario import Scenario
@@ -71,12 +71,15 @@ class _Recording(Tap):
         self.total = sum(row.length for row in self.batch.rows)
         self.known = torch.zeros(self.total, dtype=torch.bool)
 
-    def begins(self, row: int, document: int) -> None:
-        before = sum(other.length for other in self.batch.rows[:row])
-        lengths = [len(one.tokens) for one in self.batch.rows[row].documents]
-        start = before + sum(lengths[:document])
-        self.at = slice(start, start + lengths[document])
-        self.known[self.at] = True
+    def begins(self, documents: Sequence[tuple[int, int, Document]]) -> None:
+        places = []  # -1 where the batch has no token, or the document no target
+        for row, number, document in documents:
+            before = sum(other.length for other in self.batch.rows[:row])
+            start = before + sum(len(one.tokens) for one in self.batch.rows[row].documents[:number])
+            end = start + len(document.tokens)
+            places.append(torch.arange(start, end) if any(document.targets) else torch.full((end - start,), -1))
+        self.at = torch.cat(places)
+        self.known[self.at[self.at >= 0]] = True
 
     def module(self, name: str, function: Function, x: Tensor) -> Tensor:
         at = self.at  # gradients arrive when ``self.at`` belongs to another document
@@ -86,15 +89,15 @@ class _Recording(Tap):
         self._keep((name, "output"), at, result)
         return result
 
-    def _keep(self, key: Key, at: slice, x: Tensor) -> None:
+    def _keep(self, key: Key, at: Tensor, x: Tensor) -> None:
         self.order[key] = None
         self._set(key, at, x.detach())
         if x.requires_grad:
             gradient_key = cast(Key, (key[0], f"gradient of the {key[1]}"))
             x.register_hook(lambda gradient: self._set(gradient_key, at, gradient))
 
-    def _set(self, key: Key, at: slice, x: Tensor) -> None:
+    def _set(self, key: Key, at: Tensor, x: Tensor) -> None:
         x = x if x.is_floating_point() else x[:, None]
         if key not in self.values:
             self.values[key] = torch.zeros(self.total, x.shape[1], dtype=torch.float64)
-        self.values[key][at] = x
+        self.values[key][at[at >= 0]] = x[at >= 0].double()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.models.components import Architecture, Linear, Llama3, Norm, Rotary, Yarn
-from conformance.spec.batch import Batch, Row
+from conformance.spec.batch import Batch, Document, Row
 
 Weights = dict[str, Tensor]
 UNNAMED = "(unnamed) "  # prefix of trained tensors that are in no folder and in no record
@@ -58,8 +58,9 @@ class Tap:
     Modules have the names of the Hugging Face model.
     """
 
-    def begins(self, row: int, document: int) -> None:
-        """Announces the forward pass of a document: the row's index in the step, the document's index in the row."""
+    def begins(self, documents: Sequence[tuple[int, int, Document]]) -> None:
+        """Announces the forward pass of documents, end to end: the row's index in the step, the document's index in the
+        row, and the document."""
 
     def module(self, name: str, function: Function, x: Tensor) -> Tensor:
         """Runs the module ``name`` on ``x`` (T, ...)."""

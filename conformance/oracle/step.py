@@ -177,12 +177,12 @@ def observe(
     embeds = [m.role for m in running if EMBEDDING in m.trained]
     shifted = {role.name: Shifted(batch) for role in embeds if shifts and role.head == "value"}
     pending: list[Tensor] = []  # losses of documents that go through the model together
-    for row, outputs in _rows(batch, running, leaves, policy, variant, pending):
+    for row, outputs in _rows(batch, running, leaves, policy, variant, taps, pending):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for at, document in enumerate(row.documents):
             has_targets = any(document.targets)
             for tap in taps.values() if has_targets else ():
-                tap.begins(row.index, at)
+                tap.begins([(row.index, at, document)])
             earlier: dict[str, Tensor] = {}
             for model in running:
                 name, routing = model.role.name, model.routing(document) if model.role.trained else None
@@ -306,6 +306,7 @@ def _rows(
     leaves: Mapping[str, Weights],
     policy: Policy,
     variant: Variant,
+    taps: Mapping[str, Tap],
     pending: list[Tensor],
 ) -> Iterator[tuple[Row, Mapping[tuple[str, int], Tensor]]]:
     """Yields the rows in the variant's order; the variant may change accumulated gradients between micro-batches.
@@ -326,7 +327,9 @@ def _rows(
         outputs: dict[int, dict[tuple[str, int], Tensor]] = defaultdict(dict)
         for model in models:
             name = model.role.name
-            joint = model.decoder.forward(tokens, leaves[name], policy, variant, lengths=lengths)
+            tap = taps.get(name, NO_TAP)
+            tap.begins(documents)
+            joint = model.decoder.forward(tokens, leaves[name], policy, variant, tap, lengths=lengths)
             for (index, at, _), output in zip(documents, joint.split(lengths), strict=True):
                 outputs[index][name, at] = output
         yield from ((row, outputs[row.index]) for row in part)

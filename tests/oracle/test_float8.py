@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from test_oracle import BATCH, FLOAT64, policy_model
+from test_oracle import BATCH, FLOAT64, folder, policy_model
 from torch import Tensor
 
+from conformance.bisect.oracle_capture import references
 from conformance.oracle.defects import variant_of
 from conformance.oracle.float8 import E4M3, E5M2, RECIPES, Cast, Format, Product, rounded, scale_of
 from conformance.oracle.step import observe
 from conformance.spec.conventions import Float8Products
+from conformance.spec.scenario import parse_scenario
 from conformance.spec.supervised import Sft
 
 FORMATS = [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)]
@@ -91,3 +93,25 @@ def test_a_joined_micro_batch_is_its_documents() -> None:
     assert any(
         not g.allclose(cast.gradients["policy"][name], rtol=1e-3) for name, g in plain.gradients["policy"].items()
     )
+
+
+def test_modules_of_a_joined_micro_batch_are_captured() -> None:
+    values = {"name": "x", "model": str(folder("qwen3")), "precision": "exact", "steps": 1}
+    scenario = parse_scenario({**values, "optimizer": {"name": "sgd", "lr": 0.1}})
+    joined = Float8Products(ends=True, multiple=32, data_ranks=2)
+    alone, together = (
+        references(
+            scenario=scenario,
+            models={"policy": folder("qwen3")},
+            batches=[BATCH],
+            step=0,
+            weights=lambda step, role: None,
+            defects=defects,
+        )["policy"]
+        for defects in ((), (joined,))
+    )
+    assert torch.equal(alone.known, together.known)
+    assert alone.order == together.order
+    assert alone.values.keys() == together.values.keys()
+    for key, value in alone.values.items():
+        assert value.allclose(together.values[key], rtol=1e-9, atol=1e-13), key
