@@ -119,7 +119,7 @@ class PausedTrainer:
         count = math.nan if num_items_in_batch is None else float(num_items_in_batch)
         self.adapter.values = {"lr": self.optimizer.param_groups[0]["lr"], "token_count": count}
         if self.accelerator.sync_gradients:  # the last micro-batch: DDP has reduced, the trainer clips next
-            self.adapter.on_gradients("policy")
+            self.adapter.on_gradients(self.adapter.trained)
         return loss
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +138,7 @@ class TrainerAdapter(FrameworkAdapter):
     appends the log-probs of the targets of each micro-batch, (targets,), to ``self.adapter.seen``.
     """
 
+    trained: ClassVar[str] = "policy"  # the role of the trainer's model
     trainer: Any
     values: dict[str, float]  # of the step, from the trainer
 
