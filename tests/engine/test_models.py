@@ -20,6 +20,13 @@ MODELS = FIXTURES / "models"
 FAMILIES = ["pangu", "llama", "qwen3", "gemma3"]
 
 
+@pytest.mark.parametrize(("model", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt-oss", "eager")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_precision_uses_the_same_attention(model: str, attention: str, dtype: torch.dtype) -> None:
+    loaded = load_model(MODELS / model, dtype=dtype, attention=None)
+    assert loaded.config._attn_implementation == attention
+
+
 @pytest.mark.parametrize("model", FAMILIES)
 def test_a_folder_loads_as_the_causal_model_that_it_declares(model: str) -> None:
     loaded = load_model(MODELS / model, dtype=torch.float64, attention="eager")
