@@ -43,7 +43,7 @@ def matrix_command(options: argparse.Namespace) -> int:
     backends = tuple(options.backend or registered_backends())
     out, arguments = output_folder(options.out), _given(options, Selection, Ranks, AtOnce, Kept)
     arguments += ["--no-bisect"] * options.no_bisect
-    codes, folders, stopped = list[int](), list[Path](), 0
+    codes, notes, stopped = list[int](), dict[str, tuple[str, str]](), 0
     for name, wanted in chosen.items():
         _say(f"environment {name}: {', '.join(wanted.requirements) or 'what is installed'}")
         note, lock = "", ""
@@ -57,14 +57,18 @@ def matrix_command(options: argparse.Namespace) -> int:
             codes.append(EXIT["usage"] if isinstance(error, UsageError) else EXIT["incomplete"])
         except KeyboardInterrupt as error:
             note, stopped = "stopped", stop_code(error)
-        again = shlex.join(["parity", "matrix", str(options.file), "--environment", name])
-        about = EnvironmentRun(name=name, lock=lock, note=note, command=again, backends=backends)
-        write_environment(out / name, about)
-        folders.append(out / name)
+        notes[name] = lock, note
         if stopped:
             break
     if codes and all(code == EXIT["usage"] for code in codes):
         return EXIT["usage"]
+    folders = [out / name for name in notes]
+    cells = [cell.id for folder in folders if (folder / SUMMARY).is_file() for cell in read_summary(folder)[1]]
+    called = {cell.split("/")[2] for cell in cells} or {name.rpartition(":")[2].lower() for name in backends}
+    for name, (lock, note) in notes.items():
+        again = shlex.join(["parity", "matrix", str(options.file), "--environment", name])
+        about = EnvironmentRun(name=name, lock=lock, note=note, command=again, backends=tuple(sorted(called)))
+        write_environment(out / name, about)
     load_command("publish").run(argparse.Namespace(outs=folders, to=out, against=None))
     print(*_summary(folders), sep="\n")
     return stopped or max((code if code in SEVERITY else EXIT["incomplete"] for code in codes), key=SEVERITY.index)
