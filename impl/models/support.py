@@ -116,13 +116,13 @@ def _model_of(scenario: Scenario) -> _Model:
 def _read(folder: Path, files: Files, *, trusted: bool) -> _Model:
     """Reads the facts. ``files`` is part of the cache's key: many cells have the same model."""
     # These import transformers, which takes seconds.
-    from impl.models.loading import causal_class, read_config, recurrent_modules
+    from impl.models.loading import causal_class, older_transformers, read_config, recurrent_modules
 
     config = read_config(folder, trusted=trusted)
     code = runs_code(folder, trusted=trusted)
     model = causal_class(config, folder, code=code)
     plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
-    with torch.device("meta"), listed_ties():
+    with older_transformers(folder, runs_code=code), torch.device("meta"), listed_ties():
         base = model(config).base_model
     return _Model(
         name=model.__name__,

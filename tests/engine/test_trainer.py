@@ -88,7 +88,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_fsdp2_reads_its_norm_before_the_update(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     nothing, trainable = lambda *_: None, Fsdp2Model.__new__(Fsdp2Model)
     trainable.__dict__ |= {
-        **{"model": torch.nn.Linear(1, 1), "max_grad_norm": None, "context": SimpleNamespace(pipeline=None)},
+        **{
+            "model": torch.nn.Linear(1, 1),
+            "max_grad_norm": None,
+            "options": (),
+            "context": SimpleNamespace(pipeline=None),
+        },
         "optimizer": SimpleNamespace(zero_grad=nothing),
         "scheduler": SimpleNamespace(step=nothing),
         "scaler": SimpleNamespace(get_scale=lambda: 1.0, update=nothing, step=lambda _: asked.append("update")),
