@@ -1,0 +1,52 @@
+"""OpenRLHF: SFTDataset trains on users' messages, or loses the beginning of an answer, by how a template ends.
+
+A tokenizer of bytes with published chat templates (fixtures/templates); all else is SFTDataset's. Exit code 0: both
+defects are present. 1: one is gone. See openrlhf-sft-masks.md.
+"""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers import __version__ as HF
+
+import parity
+
+with parity.on_cpu(stand_ins=("vllm", "ring_flash_attn")):
+    from openrlhf.datasets.sft_dataset import SFTDataset
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "fixtures" / "templates"
+TALK = [("user", "2 + 3?"), ("assistant", "2 + 3 is 5."), ("user", "And 5 more?"), ("assistant", "That is 10.")]
+
+
+def tokenizer_of(template: str, end: str) -> PreTrainedTokenizerFast:
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bytes_ = Tokenizer(models.BPE(letters, []))
+    bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token=end)
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    return tokenizer
+
+
+def trained(template: str, end: str, turns: int, *, multiturn: bool) -> str:
+    """Returns the text that is trained on, of the first turns of the conversation."""
+    tokenizer = tokenizer_of(template, end)
+    data = SimpleNamespace(input_key="messages", output_key=None, apply_chat_template=True)
+    rows = Dataset.from_list([{"messages": [{"role": role, "content": text} for role, text in TALK[:turns]]}])
+    strategy = SimpleNamespace(args=SimpleNamespace(data=data))
+    found = SFTDataset(rows, tokenizer, 4096, strategy, num_processors=None, multiturn=multiturn)
+    tokens, _, mask = found[0]
+    return str(tokenizer.decode([t for t, is_target in zip(tokens[0][1:], mask[0].bool(), strict=False) if is_target]))
+
+
+if __name__ == "__main__":
+    print(f"OpenRLHF {importlib.metadata.version('openrlhf')}, transformers {HF}")
+    shifted = trained("qwen3", "<|im_end|>", 4, multiturn=True)
+    print(f"Qwen3, two answers, trained on: {shifted!r}")
+    cut = trained("deepseek-v3", "<\uff5cend\u2581of\u2581sentence\uff5c>", 2, multiturn=False)
+    print(f"DeepSeek-V3, one answer, trained on: {cut!r}")
+    sys.exit(0 if "user" in shifted and "2 + 3 is" not in cut else 1)
