@@ -249,8 +249,9 @@ def expand(
 ) -> list[Cell]:
     """Returns a profile's cells on the given backends, without duplicates, sorted so that worker groups can be reused.
 
-    ``faults`` are planted in every cell. Raises UsageError for an invalid scenario, layout, program or data set, and
-    for two different cells with the same id, for example from two scenario files of the same name.
+    ``faults`` are planted in every cell. Where the tables of several models, all run with ``overrides.model``, differ
+    only in the number of steps, the longest cell stays. Raises UsageError for an invalid scenario, layout, program or
+    data set, and for two different cells with the same id, for example from two scenario files of the same name.
     """
     cells: dict[str, Cell] = {}
     registered = registered_backends()
@@ -277,10 +278,17 @@ def expand(
                 phases = _phases(_program(profile, table.program), chain, layouts, scenario)
                 named = profile.expected.get(phases[0].backend.name, ())
                 cell = Cell(scenario=scenario, phases=phases, program=table.program, faults=faults, expected=named)
-                if cells.setdefault(str(cell), cell) != cell:
+                same = cells.setdefault(str(cell), cell)
+                if same == cell:
+                    continue
+                if (
+                    not overrides.model
+                    or dataclasses.replace(same.scenario, steps=cell.scenario.steps) != cell.scenario
+                ):
                     raise UsageError(
                         f"two different cells have the id {cell}; rename one of the scenario files or model folders"
                     )
+                cells[str(cell)] = max(same, cell, key=lambda one: one.scenario.steps)
     return [cells[name] for name in sorted(cells, key=lambda name: (cells[name].backend, cells[name].world_size, name))]
 
 

@@ -18,7 +18,7 @@ from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data import tokenizer as tokenizers
 from conformance.data.documents import load_documents
-from conformance.data.forms import EXAMPLES, Sample, pair, read_labelled, read_preferences, read_samples
+from conformance.data.forms import EXAMPLES, Sample, pair, read_labelled, read_preferences, read_samples, read_steps
 from conformance.data.rollouts import read_groups
 from conformance.data.samples import reads_of
 from conformance.runner.session import Session
@@ -126,13 +126,15 @@ def test_each_form_of_the_documentation_is_read(
 ) -> None:
     config = saved(tmp_path, record)
     reads = reads_of(Path(config.path))
-    kinds = ("rollouts", "preferences", "labelled answers")
+    kinds = ("rollouts", "preferences", "labelled answers", "labelled steps")
     assert reads == next((kind for kind in kinds if form.startswith(kind)), "samples")
     if reads == "preferences":
         ((chosen, rejected),) = read_preferences(config)
         assert [one.answer for one in (chosen, rejected)] == ["5", "6"]
     elif reads == "labelled answers":
         assert [(one.answer, one.columns) for one in read_labelled(config)] == [("6", {"label": 0.0})]
+    elif reads == "labelled steps":
+        assert [(one.steps, one.labels) for one in read_steps(config)] == [(("2 + 2 = 4", "4 + 1 = 6"), (1.0, 0.0))]
     elif reads == "samples":
         (document,) = load_documents(config, tokenizer_with(CHATML))
         assert any(document.targets), trained

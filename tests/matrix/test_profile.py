@@ -244,6 +244,16 @@ def test_the_users_model_and_data_replace_the_profiles_own() -> None:
     assert all(str(cell).endswith("/seed3") for cell in cells)
 
 
+def test_with_one_model_the_longest_of_equal_cells_stays() -> None:
+    profile = load_profile("quick")
+    table = dataclasses.replace(profile.cells[0], scenarios=("sft-packed",), steps=1)
+    for steps in ((1, 2, 1), (2, 1)):
+        tables = tuple(dataclasses.replace(table, steps=own) for own in steps)
+        two = dataclasses.replace(profile, cells=tables)
+        cells = expand(two, [find_backend("fsdp2")], Overrides(model="models/llama"))
+        assert {cell.scenario.steps for cell in cells} == {2}
+
+
 def test_options_of_the_user_reach_every_cell() -> None:
     for packed, stride in ((True, 2), (False, None)):
         cells = select_cells(Selection(backend=("fsdp2",), packing_samples=packed, ring_head_stride=stride))
