@@ -211,7 +211,7 @@ def exchange_claims(
     """
     due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
     yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
-    if stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout):
+    if stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout, step):
         again = LEAST * accumulation * linear.layers / layout.tp / layout.pp
         gathered = step.moved(_GATHERS, _backward, partial(_is_of_data, layout, step))
         yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
@@ -250,10 +250,9 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     if stage is not None and stage < 3 and shards > 1:
         of_data = partial(_is_of_data, layout, step)
         gathers_keys = layout.gathers or "torchcp" in layout.options  # over the same ranks, in the same pass
-        decides = "overlap" not in layout.options and not gathers_keys and (step.has_rows or layout.tp == 1)
-        if decides and (numbers := gathered_numbers(layout, step)) < due:
-            whole = step.moved(_GATHERS, _forward, of_data)
-            yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, due + numbers)
+        if "overlap" not in layout.options and not gathers_keys and not hides_whole_weights(layout, step, due):
+            whole, most = step.moved(_GATHERS, _forward, of_data), due + gathered_numbers(layout, step)
+            yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, most)
         updated = step.moved(_GATHERS, _update, _of_size(shards))
         if not stage:
             yield below("all ranks update all weights, as ZeRO-0 has it", updated, due)
@@ -273,10 +272,17 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
         yield at_least("gradients are reduced over replicas", reduced, due / shards)
 
 
-def hides_gathers(layout: Layout) -> bool:
-    """Tells whether the ranks that share weights may gather activations in backward passes as well."""
-    keys = layout.sp > 1 and bool({"ckpt", "torchcp"} & set(layout.options))
-    return layout.data == 1 and (keys or layout.tp == shards_of(layout))
+def hides_gathers(layout: Layout, step: Step) -> bool:
+    """Tells whether groups that gather activations in backward passes may be taken for those that share weights."""
+    keys = {layout.sp} if {"ckpt", "torchcp"} & set(layout.options) else set()
+    return shards_of(layout) in {layout.tp, *keys} and not _rows_tell(layout, step)
+
+
+def hides_whole_weights(layout: Layout, step: Step, due: float) -> bool:
+    """Tells whether other gathers in the first forward pass may be taken for those of weights."""
+    if layout.tp > 1 and not (step.has_rows and (_rows_tell(layout, step) or layout.tp != shards_of(layout))):
+        return True
+    return gathered_numbers(layout, step) >= due
 
 
 def gathered_numbers(layout: Layout, step: Step) -> int:
@@ -312,7 +318,12 @@ def shards_of(layout: Layout) -> int:
 
 
 def _is_of_data(layout: Layout, step: Step, group: Sequence[int]) -> bool:
-    return len(group) == shards_of(layout) and (layout.data == 1 or not step.has_rows or step.has_other_rows(group))
+    return len(group) == shards_of(layout) and (not _rows_tell(layout, step) or step.has_other_rows(group))
+
+
+def _rows_tell(layout: Layout, step: Step) -> bool:
+    """Tells whether ranks that share weights have other rows, and the backend shows them."""
+    return layout.data > layout.rep and step.has_rows
 
 
 def not_proven(
@@ -337,9 +348,9 @@ def not_proven(
     emulated = not all(rank.get("float8") for rank in step.ranks)
     yield "a kernel for products in float8, which are emulated", bool(options & set(FLOAT8)) and emulated
     is_cut = bool(stage) and shards_of(layout) > 1
-    hidden = stage in (0, 1, 2) and shards_of(layout) > 1 and gathered_numbers(layout, step) >= LEAST * trained
+    hidden = stage in (0, 1, 2) and shards_of(layout) > 1 and hides_whole_weights(layout, step, LEAST * trained)
     yield "whole weights in the forward pass", hidden and not layout.gathers
-    yield "weights that are gathered again", is_cut and stage == 3 and hides_gathers(layout)
+    yield "weights that are gathered again", is_cut and stage == 3 and hides_gathers(layout, step)
     yield "bytes of optimizer states", is_cut
     yield "bytes of gradients", is_cut and stage in (2, 3)
     yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or "offload" in options)
