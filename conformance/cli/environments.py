@@ -7,7 +7,9 @@ environments are held against the same numbers.
 import argparse
 import contextlib
 import io
+import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,7 @@ from conformance.core.environments import Environment, Made, Unmade, make_enviro
 from conformance.core.errors import UsageError, did_you_mean
 from conformance.core.packages import load_command, package_version
 from conformance.core.parser import Parser
-from conformance.core.process import Stopped, stop_code
+from conformance.core.process import Stopped, signal_group, stop_code
 from conformance.matrix.options import AtOnce, Kept, Options, Ranks, Selection
 from conformance.records.record_format import dumps
 from conformance.results.output_folders import EnvironmentRun, write_environment
@@ -34,6 +36,10 @@ from conformance.results.verdict import STATES
 
 SEVERITY = (0, 3, 1)  # exit codes, the most important last
 Pins = Mapping[str, str]  # exact versions by package
+_RANK = r"(?:\[rank\d+\]: )?"  # torch's prefix
+_RAISED = re.compile(
+    rf"Traceback \(most recent call last\):\n(?:{_RANK}  .*\n)*{_RANK}([\w.]+)"
+)  # the exception's type
 
 
 def matrix_command(options: argparse.Namespace) -> int:
@@ -234,10 +240,16 @@ def _ends(options: argparse.Namespace) -> tuple[Environment, Pins, Pins]:
             if len(names) < 2:
                 raise UsageError("--in needs two of its environments: --good NAME --bad NAME")
             chosen = _chosen(read_environments(options.file), names, options.file)
-            good, bad = (make_environment(chosen[name]).pins for name in names)
+            first, last = (chosen[name] for name in names)
+            if replace(first, requirements=()) != replace(last, requirements=()):
+                raise UsageError(
+                    f"{names[0]} and {names[1]} may differ in requirements only; give both one python, index, "
+                    "find_links and dependencies"
+                )
+            good, bad = (make_environment(one).pins for one in (first, last))
             if good.keys() != bad.keys() or good == bad:
                 raise UsageError(f"{names[0]} and {names[1]} need the same packages in different versions")
-            return chosen[names[0]], good, bad
+            return first, good, bad
         wanted = Environment(requirements=tuple(options.requirement))
         fixed = make_environment(wanted).pins
         newest = releases(options.package, wanted)[-1]
@@ -297,12 +309,23 @@ def _backend_of(cell: str) -> str:
     return parts[2]
 
 
-def _answer_of_script(script: Path, made: Made) -> Answer:
-    """Runs a script, such as of docs/findings: its exit code is the answer, or that it raised."""
+def _answer_of_script(script: Path, made: Made, *, seconds: float = 600) -> Answer:
+    """Runs a script, such as of docs/findings: its exit code is the answer, or what it raised, or that it timed out."""
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
     command = [made.python, script.name]
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=600)
-    raised = done.returncode and "Traceback (most recent call last)" in done.stderr
-    lines = (done.stderr if raised else done.stdout).strip().splitlines()
-    return Answer(state="raised" if raised else f"exit code {done.returncode}", reason=lines[-1] if lines else "")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=script.parent, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            told, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return Answer(state="timed out", reason=f"after {seconds:g} s")
+        finally:
+            signal_group(process.pid, signal.SIGKILL)  # its ranks, too
+    raised = _RAISED.findall(errors)[-1:] if process.returncode else []
+    last = ((errors if raised else told).strip().splitlines() or [""])[-1]
+    if raised:
+        return Answer(state=f"raised {raised[0]}", reason=last.removeprefix(f"{raised[0]}: "))
+    return Answer(state=f"exit code {process.returncode}", reason=last)

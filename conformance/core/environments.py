@@ -39,6 +39,7 @@ _HASH = " --hash=sha256:"
 _BEST = ("--index-strategy", "unsafe-best-match")  # of all indexes, as pip does
 _ERROR = re.compile("error|ERROR|\N{MULTIPLICATION SIGN}")  # pip's and uv's
 PIN = re.compile(r"^([\w.-]+)==([^\s;\\]+)", re.MULTILINE)
+_NO_PIN = re.compile(rf"^(?!{PIN.pattern[1:]})[^\s#].*?(?= --hash| \\|$)", re.MULTILINE)  # NAME @ URL
 
 
 class Unmade(Exception):
@@ -87,7 +88,9 @@ class Made:
 
     @property
     def pins(self) -> dict[str, str]:
-        """Returns the exact versions of its own packages."""
+        """Returns the exact versions of its own packages. Raises UsageError if one is not from an index."""
+        if direct := _NO_PIN.search(self.lock):
+            raise UsageError(f"{direct[0]!r} is not from an index, whose releases blame bisects; pin NAME==VERSION")
         return {_canonical(name): version for name, version in PIN.findall(self.lock)}
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from conformance.cli.main import main
 from conformance.core import environments
 from conformance.core.environments import Environment, Made, Unmade, read_environments
 from conformance.core.errors import UsageError
-from conformance.core.process import Stopped
+from conformance.core.process import Stopped, process_state
 from conformance.results.output_folders import EnvironmentRun, write_environment
 from reports.board import Board, columns_of, read_board
 
@@ -98,6 +99,54 @@ def test_of_several_packages_blame_first_finds_the_package(stubs: Path, capsys: 
     out = capsys.readouterr().out
     assert "changed with b 3 (1 before)\n  before: exit code 0: b is 1\n  after:  exit code 1: b is 3\n" in out
     assert "b 2 was skipped, and may have changed it already: no environment: no wheel of b 2" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("import no_such", "raised ModuleNotFoundError: No module named 'no_such'"),
+        ("try: 1 / 0\nexcept ZeroDivisionError: raise OSError('a\\nHint: b')", "raised OSError: Hint: b"),
+        (
+            "import sys; sys.exit('[rank1]: Traceback (most recent call last):\\n[rank1]:   c\\n[rank1]: E: d')",
+            "raised E",
+        ),
+        ("import sys; print('Traceback', file=sys.stderr); print('b'); sys.exit(4)", "exit code 4: b"),
+    ],
+)
+def test_a_script_answers_by_what_it_raised(text: str, answer: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(text)
+    found = command._answer_of_script(tmp_path / "script.py", Made(python=sys.executable, lock=""))
+    assert str(found).startswith(answer)
+
+
+def test_a_script_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("sleep 60 & echo $! > pid; wait")
+    found = command._answer_of_script(tmp_path / "script.py", Made(python="sh", lock=""), seconds=1)
+    assert str(found) == "timed out: after 1 s"
+    time.sleep(0.1)
+    assert process_state(int((tmp_path / "pid").read_text())) in ("", "Z")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "message"),
+    [
+        ('["b==1", "c @ file:///c.whl"]', '["b==2", "c @ file:///c.whl"]', "'c @ file:///c.whl' is not from an index"),
+        ('["b==1"]\npython = "3.12"', '["b==2"]', "old and new may differ in requirements only"),
+    ],
+)
+def test_ends_that_blame_cannot_vary_are_refused(
+    stubs: Path, monkeypatch: pytest.MonkeyPatch, first: str, last: str, message: str, capsys: Any
+) -> None:
+    lock = " --hash=sha256:1\n"
+    made = lambda wanted: Made(python="", lock=lock.join(wanted.requirements) + lock)  # noqa: E731
+    monkeypatch.setattr(command, "make_environment", made)
+    file = stubs.with_name("two.toml")
+    file.write_text(f"[environments.old]\nrequirements = {first}\n[environments.new]\nrequirements = {last}\n")
+    assert main(["blame", str(stubs), "--in", str(file), "--good", "old", "--bad", "new"]) == 2
+    assert message in capsys.readouterr().err
+    direct = ["--package", "b", "--requirement", "c @ git+https://c"]
+    assert main(["blame", str(stubs), *direct]) == 2
+    assert "'c @ git+https://c' is not from an index" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
