@@ -215,6 +215,8 @@ def judge(
     listed = unproven(phases, scenario, sizes)
     if not scenario.tier.is_exact and any(map(is_routing, observables)):
         listed.append(f"which experts are chosen, which backends are told in {precision}")
+    if coarse:
+        listed.append("anything but gross faults, because float8 amplifies rounding below the exact tier")
     if not verdict.findings:
         listed += within_noise(quantities, precision)
     notes += [f"not proven: {', '.join(listed)}"] if listed else []

@@ -22,7 +22,9 @@ from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
 from conformance.spec.batch import Batch, Document, Row, expert_column
+from conformance.spec.conventions import Float8Products
 from conformance.spec.layout import Layout
+from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import load_scenario, parse_scenario
 
 
@@ -302,3 +304,12 @@ def test_single_rows_in_float8_are_not_judged() -> None:
     both = [whole, replace(whole, tensor=f"w {OF_ROWS}", of_row=True)]
     assert _judged_rows(both, True) == [whole]
     assert _judged_rows(both, False) == both
+
+
+@pytest.mark.parametrize(("precision", "is_coarse"), [("exact", False), ("fp32", True)])
+def test_float8_below_exact_proves_no_small_faults(tmp_path: Path, precision: PrecisionName, is_coarse: bool) -> None:
+    oracle = write(tmp_path / "oracle", oracle="float64", defects=(Float8Products(),))
+    noise = [write(tmp_path / "noise", precision=precision)] if is_coarse else []
+    verdict = judge([write(tmp_path / "cell", precision=precision)], oracle=oracle, noise=noise)
+    assert ("anything but gross faults" in verdict.reason) == is_coarse, verdict.reason
+    assert ("not judged: single rows" in verdict.reason) == is_coarse
