@@ -240,16 +240,16 @@ def _ends(options: argparse.Namespace) -> tuple[Environment, Pins, Pins]:
             if len(names) < 2:
                 raise UsageError("--in needs two of its environments: --good NAME --bad NAME")
             chosen = _chosen(read_environments(options.file), names, options.file)
-            first, last = (chosen[name] for name in names)
-            if replace(first, requirements=()) != replace(last, requirements=()):
+            start, end = (chosen[name] for name in names)
+            if replace(start, requirements=()) != replace(end, requirements=()):
                 raise UsageError(
                     f"{names[0]} and {names[1]} may differ in requirements only; give both one python, index, "
                     "find_links and dependencies"
                 )
-            good, bad = (make_environment(one).pins for one in (first, last))
+            good, bad = (make_environment(one).pins for one in (start, end))
             if good.keys() != bad.keys() or good == bad:
                 raise UsageError(f"{names[0]} and {names[1]} need the same packages in different versions")
-            return first, good, bad
+            return start, good, bad
         wanted = Environment(requirements=tuple(options.requirement))
         fixed = make_environment(wanted).pins
         newest = releases(options.package, wanted)[-1]
