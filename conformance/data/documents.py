@@ -19,9 +19,10 @@ from typing import Any
 
 from conformance.core.errors import UsageError
 from conformance.data.forms import Sample, mismatched, read_labelled, read_preferences, read_samples, read_steps
+from conformance.data.images import check_images
 from conformance.data.tokenizer import Documents, load_tokenizer
 from conformance.oracle.role_model import decoder_of
-from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.batch import IMAGE, Batch, Document, Row
 from conformance.spec.observables import IN_PAIRS
 from conformance.spec.scenario import DataConfig, Scenario
 
@@ -56,8 +57,10 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
         raise documents.none_left() from None
     documents.warn_of_length()
     _check_variety(batches, documents, model)
-    size = decoder_of(scenario, model).vocab_size
-    check_vocabulary([document for batch in batches for document in batch.documents], model, size)
+    decoder = decoder_of(scenario, model)
+    for sample in (sample for _, sample in samples if IMAGE in sample.columns):
+        check_images(sample.columns, decoder.image_config, sample.place)
+    check_vocabulary([document for batch in batches for document in batch.documents], model, decoder.vocab_size)
     return batches
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
-from conformance.data.images import KEYS, image_columns
+from conformance.data.images import KEYS, image_columns, pixels_of_token
 from conformance.data.samples import (
     PREFERENCE_COLUMNS,
     ROLLOUT_COLUMNS,
@@ -113,7 +113,7 @@ class Sample:
     there on are, unless a turn says that it is not. tools: what the chat template gets as such. is_pair: whether the
     texts can do without a template. tokens, targets: of a sample that has been tokenized before, which has no turns.
     columns: numbers that an objective or a model with images reads, of the whole sample or by token. steps, labels: of
-    an answer in steps, the texts and their labels. record: all columns, as they were read.
+    an answer in steps, the texts and their labels. record: all columns, as they were read. place: where that was.
     """
 
     messages: tuple[Message, ...] = ()
@@ -126,6 +126,7 @@ class Sample:
     steps: tuple[str, ...] = ()
     labels: tuple[float, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    place: Place = field(default="", compare=False)
 
     @property
     def trained(self) -> list[int]:
@@ -166,11 +167,14 @@ def read_samples(config: DataConfig, *, reads: Callable[[str], bool] = lambda co
     columns = _columns(first, config, place)
     if not is_builtin(path):
         _name_unused([record for _, record in records], columns, config.path, reads)
-    samples = [replace(_sample(record, columns, place), record=record) for place, record in records]
-    if len({len(sample.columns) for sample in samples}) > 1:
-        raise UsageError(
-            f"{path}: some samples have other images than others; each needs some, of the same numbers a token"
-        )
+    samples = [replace(_sample(record, columns, where), record=record, place=where) for where, record in records]
+    shares = [pixels_of_token(sample.columns) for sample in samples]
+    for sample, share in zip(samples, shares, strict=True):
+        if share != shares[0]:
+            raise UsageError(
+                f"{sample.place}: has {share} pixel values per image token, {place.rpartition(', ')[2]} has "
+                f"{shares[0]}; all samples need images of one size per token, or none"
+            )
     return samples
 
 

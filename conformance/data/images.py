@@ -6,14 +6,15 @@ shared out equally over the image tokens, in their order.
 """
 
 from collections.abc import Mapping
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.data.samples import Place
-from conformance.spec.batch import GRID, IMAGE, PIXEL, Column
+from conformance.spec.batch import GRID, IMAGE, PIXEL, Column, Columns
 
 MARKS = ("mm_token_type_ids", "token_type_ids")
+LARGEST = 1e6  # of a pixel, which processors normalise
 KEYS = (*MARKS, "pixel_values", "image_grid_thw")
 
 
@@ -23,7 +24,7 @@ def image_columns(record: Mapping[str, Any], place: Place, tokens: int) -> dict[
         return {}
     key = next((key for key in MARKS if record.get(key) is not None), MARKS[0])
     marks = record.get(key)
-    if not isinstance(marks, list) or len(marks) != tokens or {*map(str, marks)} - {"0", "1"} or 1 not in marks:
+    if not isinstance(marks, list) or len(marks) != tokens or not all(map(_is_mark, marks)) or 1 not in marks:
         raise UsageError(
             f"{place}: {key!r} must hold {tokens} numbers, 1 at image tokens and else 0, got {shown(marks)}"
         )
@@ -38,42 +39,89 @@ def image_columns(record: Mapping[str, Any], place: Place, tokens: int) -> dict[
     for number, token in enumerate(images):
         for i in range(share):
             columns[f"{PIXEL}{i}"][token] = pixels[number * share + i]
-    for name, numbers in zip(GRID, zip(*_grids(record, place), strict=True), strict=True):
-        for token, count in zip(_starts(record, place, images), numbers, strict=True):
+    for token, grid in _grids(record, place, images, share).items():
+        for name, count in zip(GRID, grid, strict=True):
             columns[name][token] = float(count)
     return {IMAGE: tuple(map(float, marks)), **{name: tuple(column) for name, column in columns.items()}}
 
 
-def _grids(record: Mapping[str, Any], place: Place) -> list[list[int]]:
-    grids = record.get("image_grid_thw") or [[0, 0, 0]]
-    right = isinstance(grids, list) and all(
-        isinstance(grid, list) and len(grid) == 3 and all(type(count) is int for count in grid) for grid in grids
-    )
-    if not right or any(grid[0] > 1 for grid in grids):
-        raise UsageError(f"{place}: 'image_grid_thw' must be a list of [1, height, width], got {shown(grids)}")
-    return grids
+def pixels_of_token(columns: Columns) -> int:
+    """Counts the numbers of ``pixel_values`` that belong to each image token; 0 without images."""
+    return sum(name.startswith(PIXEL) for name in columns)
 
 
-def _starts(record: Mapping[str, Any], place: Place, images: list[int]) -> list[int]:
-    """Returns the first token of each image. Raises UsageError unless the grids have as many patches as there are."""
-    grids = _grids(record, place)
-    patches = [height * width for _, height, width in grids]
-    if not sum(patches):  # a model whose images have one size
-        return images[:1]
-    found, merged, before = [], sum(patches) // len(images), 0
-    for count in patches:
-        if count % merged or before >= len(images):
+def check_images(columns: Columns, config: Any, place: Place) -> None:
+    """Raises UsageError if a model with this ``image_config`` (Decoder) does not take the images of a document."""
+    if config is None:
+        raise UsageError(
+            f"{place}: the data has images, which this model does not take; use a model with an image tower"
+        )
+    tower, share = config.vision_config, pixels_of_token(columns)
+    heights, widths, marks = (columns[name] for name in (*GRID[1:], IMAGE))
+    assert isinstance(heights, tuple)
+    assert isinstance(widths, tuple)
+    assert isinstance(marks, tuple)
+    tokens = int(sum(marks))
+    if merge := getattr(tower, "spatial_merge_size", None):
+        right = merge**2 * tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        patches = sum(height * width for height, width in zip(heights, widths, strict=True))
+        if patches != merge**2 * tokens or any(count % merge for count in (*heights, *widths)):
             raise UsageError(
-                f"{place}: 'image_grid_thw' counts {sum(patches)} patches, which do not fit {len(images)} image tokens"
+                f"{place}: this model joins {merge} x {merge} patches, so 'image_grid_thw' must hold heights and "
+                f"widths that are multiples of {merge}, and {merge**2 * tokens} patches for {tokens} image tokens, got "
+                f"{patches:g}; give it as this model's processor gave it"
             )
-        found.append(images[before])
-        before += count // merged
-    return found
+    else:
+        of_image = tower.num_channels * tower.image_size**2
+        of_one = getattr(config, "mm_tokens_per_image", None) or max(1, of_image // share)
+        right = of_image // of_one
+        if tokens % of_one:
+            raise UsageError(
+                f"{place}: an image of this model has {of_one} tokens, which {tokens} image tokens are no multiple of; "
+                f"give all as this model's processor gave them"
+            )
+    if share != right:
+        raise UsageError(
+            f"{place}: 'pixel_values' has {share} numbers per image token, but this model takes {right}; give them as "
+            f"this model's processor gave them"
+        )
+
+
+def _grids(record: Mapping[str, Any], place: Place, images: list[int], share: int) -> dict[int, list[int]]:
+    """Returns the grid of each image by its first token; none for a model whose images have one size."""
+    if (grids := record.get("image_grid_thw")) is None:
+        return {}
+    if not (isinstance(grids, list) and grids and all(map(_is_grid, grids))):
+        raise UsageError(
+            f"{place}: 'image_grid_thw' must be a list of [1, height, width] with positive integers, got "
+            f"{shown(grids)}; give it as the processor gave it"
+        )
+    patches = [height * width for _, height, width in grids]
+    merged, rest = divmod(sum(patches), len(images))
+    if rest or not merged or share % merged or any(count % merged for count in patches):
+        raise UsageError(
+            f"{place}: 'image_grid_thw' counts {sum(patches)} patches, which do not fit {len(images)} image tokens of "
+            f"{share} pixel values; give all as the processor gave them"
+        )
+    starts = accumulate((count // merged for count in patches[:-1]), initial=0)
+    return {images[start]: grid for start, grid in zip(starts, grids, strict=True)}
+
+
+def _is_grid(grid: Any) -> bool:
+    is_triple = isinstance(grid, list) and len(grid) == 3 and all(type(count) is int for count in grid)
+    return is_triple and grid[0] == 1 and min(grid) > 0
+
+
+def _is_mark(mark: Any) -> bool:
+    return type(mark) is int and mark in (0, 1)
 
 
 def _flat(value: Any, place: Place) -> chain[float] | list[float]:
     if isinstance(value, list):
         return chain.from_iterable(_flat(part, place) for part in value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{place}: 'pixel_values' must be nested lists of numbers, got {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise UsageError(
+            f"{place}: 'pixel_values' must be nested lists of numbers between -1e6 and 1e6, got {shown(value)}; "
+            f"correct or remove the sample"
+        )
     return [float(value)]

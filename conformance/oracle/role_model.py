@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from conformance.core.errors import UsageError
 from conformance.models.components import Architecture, MixtureOfExperts, parameter_shapes
 from conformance.models.families import has_routers, is_written, read_architecture
 from conformance.models.folders import elements_of, weight_shapes
@@ -75,7 +74,8 @@ class Decoder(Protocol):
     vocab_size, padding_token: of the configuration. window: the shortest of all layers; None without any.
     second_class: names the implementation; empty for a model that is written from the papers. not_judged: features of
     the published training that nothing computes. untrained: parameters that the model's code freezes. router_loss: the
-    factor of the load-balancing loss.
+    factor of the load-balancing loss. image_config: transformers' configuration of a model with an image tower; None
+    without one.
     """
 
     @property
@@ -86,6 +86,9 @@ class Decoder(Protocol):
 
     @property
     def window(self) -> int | None: ...
+
+    @property
+    def image_config(self) -> Any: ...
 
     @property
     def second_class(self) -> str: ...
@@ -169,6 +172,7 @@ class Written:
     architecture: Architecture
     second_class: str = ""
     untrained: frozenset[str] = frozenset()
+    image_config: None = None
 
     @property
     def vocab_size(self) -> int:
@@ -242,8 +246,7 @@ class Written:
         lengths: Sequence[int] = (),
         columns: Columns = NO_COLUMNS,
     ) -> Tensor:
-        if IMAGE in columns:
-            raise UsageError("the data has images, which this model does not take; use a model with an image tower")
+        assert IMAGE not in columns, "batches have no images for this model"
         return forward(tokens, weights, self.architecture, policy, variant, tap, routing, lengths)
 
     def described(self) -> dict[str, Any]:

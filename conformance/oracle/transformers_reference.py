@@ -98,6 +98,10 @@ class TransformersDecoder:
         self._head: Head = "value" if _is_value_model(values) else "causal"
         self._models: dict[Policy, _Module] = {}
 
+    @property
+    def image_config(self) -> Any:
+        return self._config if getattr(self._config, "vision_config", None) else None
+
     def _causal_class(self) -> type[transformers.PreTrainedModel]:
         reference = (getattr(self._config, "auto_map", None) or {}).get("AutoModelForCausalLM")
         if reference and self._code:
@@ -307,12 +311,8 @@ def _check(
 
 
 def _images(columns: Columns, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the images of a document as transformers' processors give them. The model finds positions by itself.
-
-    Raises UsageError for a model without an image tower.
-    """
-    if (tower := getattr(config, "vision_config", None)) is None:
-        raise UsageError("the data has images, which this model does not take; use a model with an image tower")
+    """Returns the images of a document as transformers' processors give them. The model finds positions by itself."""
+    tower = config.vision_config
     table = {name: torch.tensor(column, dtype=dtype) for name, column in columns.items()}
     marks = table[IMAGE].bool()
     numbers = torch.stack([table[name] for name in columns if name.startswith(PIXEL)], dim=1)[marks]

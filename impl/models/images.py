@@ -11,19 +11,16 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from conformance.core.errors import UsageError
 from conformance.spec.batch import GRID, IMAGE, PIXEL
 from impl.interface.micro_batches import MicroBatch
 
 
 def model_inputs(config: Any, inputs: MicroBatch) -> dict[str, Any]:
-    """Returns what the forward pass of a model gets besides tokens. Raises UsageError for images without a tower."""
+    """Returns what the forward pass of a model gets besides tokens."""
     columns = inputs.columns
     if IMAGE not in columns:
         return {"position_ids": inputs.positions}
-    if (tower := getattr(config, "vision_config", None)) is None:
-        raise UsageError("the data has images, which this model does not take; use a model with an image tower")
-    marks = columns[IMAGE] > 0
+    tower, marks = config.vision_config, columns[IMAGE] > 0
     pixels = columns[PIXEL][marks]
     merge = getattr(tower, "spatial_merge_size", None)
     if merge is None:

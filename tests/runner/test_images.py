@@ -2,9 +2,12 @@
 
 import functools
 import json
+import math
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,20 +17,26 @@ from cells import assert_honest, slow
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.errors import UsageError
-from conformance.data.documents import load_documents
+from conformance.core.host import FIXTURES
+from conformance.data.documents import build_batches, load_documents
+from conformance.data.images import check_images
 from conformance.matrix.cell import Cell
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.primitives import HONEST
 from conformance.oracle.role_model import read_decoder
 from conformance.oracle.run import POLICIES
 from conformance.runner.session import Session
-from conformance.spec.batch import Row
-from conformance.spec.scenario import DataConfig
+from conformance.spec.batch import GRID, IMAGE, PIXEL, Row
+from conformance.spec.scenario import DataConfig, load_scenario
 from impl.interface.micro_batches import collate
 from impl.models.images import image_positions, model_inputs
 from impl.models.loading import load_model
 
 IMAGE_TOKEN = 7
+PIXELS = ["a", math.nan, math.inf, -1e300, 10**400]
+GRIDS: list[Any] = [[[time, 4, 4]] for time in (2, 0, -1)]
+GRIDS += [[[0, 0, 0], [0, 0, 0]], [[1, -4, -4]], [[1, 0, 4]], [[1, 4, True]], [[1, 4]], []]
+COUNTS = [[[1, 4, 4]] * 9, [[1, 1, 1]], [[1, 2, 5]], [[1, 1, 3], [1, 1, 61]], [[1, 16 * 10**400, 1]]]
 FLOAT64 = POLICIES["float64"]
 
 
@@ -73,6 +82,8 @@ def test_packed_images_equal_one_document_at_a_time(models: Any, tmp_path: Path,
     with exact_tier():
         packed = collate([Row(0, documents[:3]), Row(1, documents[3:])])
         decoder = read_decoder(models(kind))
+        for document in documents:
+            check_images(document.columns, decoder.image_config, "")
         weights = decoder.load(models(kind), torch.float64, HONEST, trained=False, devices=["cpu"])
         model = load_model(models(kind), dtype=torch.float64, attention=None)
         given = model_inputs(model.config, packed)
@@ -100,20 +111,63 @@ def test_positions_of_images_are_counted_by_axis_in_each_document() -> None:
     [
         ({"mm_token_type_ids": None}, "line 1: 'mm_token_type_ids' must hold .* numbers, 1 at image tokens"),
         ({"pixel_values": [[0.5] * 25]}, "'pixel_values' has 25 numbers, which cannot be shared out over"),
-        ({"pixel_values": ["a"]}, "'pixel_values' must be nested lists of numbers"),
-        ({"image_grid_thw": [[2, 4, 4]]}, r"must be a list of \[1, height, width\]"),
-        ({"image_grid_thw": [[1, 4, 4]] * 9}, "do not fit"),
+        *(({"pixel_values": [pixel]}, "'pixel_values' must be nested lists of numbers") for pixel in PIXELS),
+        *(({"image_grid_thw": grids}, r"must be a list of \[1, height, width\]") for grids in GRIDS),
+        *(({"image_grid_thw": grids}, "patches, which do not fit .* image tokens") for grids in COUNTS),
     ],
+    ids=str,
 )
 def test_wrong_images_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=f"line 1: .*{message.removeprefix('line 1: ')}"):
         load_documents(config_of(data_of("Qwen2_5_VL", tmp_path, **changes)), None)
+
+
+def images_of(tokens: int, share: int, grids: tuple[tuple[int, int], ...] = ()) -> dict[str, Any]:
+    columns: dict[str, Any] = dict.fromkeys((*(f"{PIXEL}{i}" for i in range(share)), *GRID), (0.0,) * tokens)
+    for i, name in enumerate(GRID):
+        columns[name] = tuple(float((1, *grid)[i]) for grid in grids) + (0.0,) * (tokens - len(grids))
+    return {**columns, IMAGE: (1.0,) * tokens}
+
+
+QWEN = SimpleNamespace(spatial_merge_size=2, in_channels=3, temporal_patch_size=2, patch_size=2)
+GEMMA = SimpleNamespace(num_channels=3, image_size=8)
+
+
+@pytest.mark.parametrize(
+    ("tower", "columns", "message"),
+    [
+        (QWEN, images_of(4, 96, ((4, 4),)), ""),
+        (QWEN, images_of(6, 96, ((4, 4), (2, 4))), ""),
+        (QWEN, images_of(4, 95, ((4, 4),)), "has 95 numbers per image token, but this model takes 96"),
+        (QWEN, images_of(4, 96), "16 patches for 4 image tokens, got 0"),
+        (QWEN, images_of(4, 96, ((16, 1),)), "multiples of 2"),
+        (QWEN, images_of(4, 96, ((2, 4),)), "16 patches for 4 image tokens, got 8"),
+        (GEMMA, images_of(8, 48), ""),
+        (GEMMA, images_of(8, 47), "has 47 numbers per image token, but this model takes 48"),
+        (GEMMA, images_of(6, 48), "has 4 tokens, which 6 image tokens are no multiple of"),
+        (None, images_of(4, 96), "which this model does not take; use a model with an image tower"),
+    ],
+    ids=range(10),
+)
+def test_images_fit_the_image_tower(tower: Any, columns: dict[str, Any], message: str) -> None:
+    config = tower and SimpleNamespace(vision_config=tower, **({"mm_tokens_per_image": 4} if tower is GEMMA else {}))
+    with pytest.raises(UsageError, match=f"^line 3: .*{message}") if message else nullcontext():
+        check_images(columns, config, "line 3")
+
+
+def test_models_without_a_tower_refuse_images_by_line(tmp_path: Path) -> None:
+    data, file = {"path": str(data_of("Gemma3", tmp_path)), "rows": 6}, FIXTURES / "scenarios" / "sft-packed.toml"
+    scenario = load_scenario(file, data_overrides=data, model="models/llama", precision="exact")
+    with pytest.raises(UsageError, match=r"images.jsonl, line [1-8]: the data has images, which this model"):
+        build_batches(scenario, FIXTURES / "models" / "llama")
 
 
 def test_samples_without_images_beside_others_are_refused(tmp_path: Path) -> None:
     file = data_of("Qwen2_5_VL", tmp_path, count=1)
     file.write_text(file.read_text() + json.dumps({"input_ids": [8, 9], "labels": [-100, 9]}) + "\n")
-    with pytest.raises(UsageError, match="some samples have other images than others"):
+    with pytest.raises(
+        UsageError, match=r"images.jsonl, line 2: has 0 pixel values per image token, line 1 has 96; all"
+    ):
         load_documents(config_of(file), None)
 
 
