@@ -26,6 +26,8 @@ from conformance.core.io import MIB
 from conformance.data.samples import ROLLOUT_COLUMNS, read_dataset, trained_tokens
 from conformance.data.turns import flattened, given_rewards, has_given, written_by_policy
 from conformance.models.synthetic import random_model
+from conformance.oracle.objectives import functions_of
+from conformance.oracle.policy_gradient import ResponseFunctions
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import GIVEN, Batch, Column, Document, Row, with_rollouts
 from conformance.spec.objectives import PolicyGradient
@@ -59,11 +61,14 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
     while len(batches) < scenario.steps:
         dealt = _packed_rows(endless, rows, scenario) if data.packed else _unpacked_rows(endless, rows, scenario)
         mini_batches = [dealt[start : start + data.rows] for start in range(0, rows, data.rows)]
-        _check_tokens(mini_batches, data.path)
+        rollout = [
+            Batch(len(batches) + number, data.max_len, tuple(Row(i, documents) for i, documents in enumerate(chosen)))
+            for number, chosen in enumerate(mini_batches)
+        ]
+        _check_tokens(rollout, scenario)
         for epoch in range(objective.ppo_epochs):
-            for number, chosen in enumerate(mini_batches):
-                made = tuple(Row(i, documents) for i, documents in enumerate(chosen))
-                batches.append(Batch(len(batches), data.max_len, made))
+            for number, batch in enumerate(rollout):
+                batches.append(replace(batch, step=len(batches)))
                 begins.append(count if epoch == number == 0 else 0)
     # The first epoch of the last rollout is kept as a whole: advantages need all its mini-batches.
     last = (scenario.steps - 1) // objective.steps_per_rollout * objective.steps_per_rollout
@@ -187,14 +192,25 @@ def _repeated_groups(groups: list[Group]) -> Iterator[Group]:
         yield [replace(document, columns={**document.columns, "group": float(number)}) for document in group]
 
 
-def _check_tokens(mini_batches: list[list[tuple[Document, ...]]], path: str) -> None:
-    """Raises UsageError for a mini-batch of fewer than two target tokens: whitening and explained variance need two."""
-    for number, chosen in enumerate(mini_batches, start=1):
-        count = sum(sum(document.targets) for documents in chosen for document in documents)
-        if count < 2:
+def _check_tokens(rollout: list[Batch], scenario: Scenario) -> None:
+    """Raises UsageError for a mini-batch of fewer than two target tokens: whitening and explained variance need two.
+
+    Also raises it for a step that has no target token because ``filter_groups`` leaves all of its groups out.
+    """
+    functions = functions_of(scenario.objective)
+    kept = functions.sampled(rollout) if isinstance(functions, ResponseFunctions) else rollout
+    for number, (batch, rest) in enumerate(zip(rollout, kept, strict=True), start=1):
+        if batch.target_count < 2:
             raise UsageError(
-                f"mini-batch {number} of a rollout of {path} has {count} tokens in its responses, but means and "
-                f"variances over tokens need at least two; raise data.rows, or leave empty responses out"
+                f"mini-batch {number} of a rollout of {scenario.data.path} has {batch.target_count} tokens in its "
+                f"responses, but means and variances over tokens need at least two; raise data.rows, or leave empty "
+                f"responses out"
+            )
+        if batch.step < scenario.steps and rest.target_count == 0:
+            raise UsageError(
+                f"{scenario.data.path}: step {batch.step} has no target token, because objective.filter_groups leaves "
+                f"out groups of equal rewards, and all of its groups are such; raise data.rows, give groups of "
+                f"different rewards, or set filter_groups to false"
             )
 
 

@@ -246,6 +246,15 @@ def test_every_mini_batch_needs_tokens(tmp_path: Path) -> None:
         build_rollouts(scenario_of(path, rows=2, mini_batches=2), LLAMA)
 
 
+@pytest.mark.parametrize("rewards", [(0.5, 0.5, 0.0, 1.0), (0.5, 0.5, 1.0, 1.0)])
+def test_filtered_groups_leave_each_step_a_target(tmp_path: Path, rewards: tuple[float, ...]) -> None:
+    path = written(tmp_path, [line(number // 2, reward=reward) for number, reward in enumerate(rewards)])
+    build_rollouts(scenario_of(path), LLAMA)
+    build_rollouts(scenario_of(path, filter_groups=len({*rewards}) > 2), LLAMA)
+    with pytest.raises(UsageError, match=r"mine.jsonl: step [01] has no target token, because objective.filter_groups"):
+        build_rollouts(scenario_of(path, rows=2, filter_groups=True), LLAMA)
+
+
 def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> None:
     wanted = "line 1: not a rollout, but the objective 'grpo' reads rollouts; found .*; give --data .*'sft'"
     with pytest.raises(UsageError, match=wanted) as error:
