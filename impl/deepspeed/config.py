@@ -107,7 +107,12 @@ def zero_stage(layout: Layout) -> int:
 BUCKET = 500_000_000  # DeepSpeed's default ``reduce_bucket_size``, in numbers
 BUCKETS = 8  # with the option ``buckets``, for all gradients of a rank
 LARGE = 7_000_000_000  # numbers of a model that ZeRO-3's defaults are made for
-LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
+LIVE = 1_000_000_000  # DeepSpeed's default ``stage3_max_live_parameters``, which smaller models get their share of
+
+
+def share_of(default: int, count: int) -> int:
+    """Returns the share of a default of ZeRO-3 that a model of ``count`` numbers is of a large one."""
+    return min(default, default * count // LARGE)
 
 
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
@@ -119,8 +124,10 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
     stage, half = zero_stage(layout), tier.is_half
     piece, offloads = -(-count // pieces), "offload" in layout.options
+    largest = max(map(math.prod, own.values()))
+    live = max(largest, share_of(LIVE, count)) * compute  # a parameter in use is whole
     if not trained and stage == 3:
-        passing = min(count, LIVE) * compute
+        passing = live
         if offloads:
             return States(weights=0, passing=passing, host=piece * compute)
         return States(weights=piece * compute, passing=passing)
@@ -138,7 +145,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
         )
     # ZeRO-1 in bf16 has its own class: whole gradients in float32, those of autograd beside them, and no bucket.
     has_own_class = stage == 1 and tier.compute == BF16 and not offloads
-    gathered = min(count, LIVE) * compute if stage == 3 and pieces > 1 else 0
+    gathered = live if stage == 3 and pieces > 1 else 0
     bucket = 0 if has_own_class else BUCKET * (compute if stage == 2 else full)
     weights = (piece if stage == 3 else count) * compute
     gradients = count * (full + compute) if has_own_class else piece * full
@@ -151,7 +158,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     if offloads:
         # The host holds summed gradients and those of the masters, the rank's part of the parameters, which the update
         # writes, and the largest gradient in transfer; the device holds another one.
-        transfer = max(map(math.prod, own.values())) * compute
+        transfer = largest * compute
         host = 2 * gradients + optimizer + piece * compute + transfer
         return States(weights=weights, passing=gathered + bucket + transfer, host=host)
     return States(
@@ -282,7 +289,7 @@ def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
         # from its forward to its backward pass. So these are the shares that they are of a large model.
         for name in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"):
             default: int = getattr(defaults, name)
-            zero[f"stage3_{name}"] = min(default, default * sum(vectors + matrices) // LARGE)
+            zero[f"stage3_{name}"] = share_of(default, sum(vectors + matrices))
         # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, so all weights stay
         # gathered; DeepSpeed's own layers keep none. Compiled layers keep the parameter itself, and with DeepSpeed's
         # own layers torch 2.11 loses their gradients (docs/findings/deepspeed-compiled-biases.md).

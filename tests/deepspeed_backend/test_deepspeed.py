@@ -291,17 +291,23 @@ def test_zero3_whole_parameters_limit_share_of_model() -> None:
     assert left_whole("dp2.zero3", (1, 2 * default), *[small] * 9) == default  # a vector that DeepSpeed would cut
 
 
-@pytest.mark.parametrize(("size", "share"), [((300, 300), 1 / 7), ((80_000, 100_000), 1 / 8)])
+@pytest.mark.parametrize(("size", "share"), [((300, 300), 1 / 7), ((8_000, 100_000), 1 / 8)])
 def test_zero3_frees_small_models_between_passes(size: tuple[int, int], share: float) -> None:
     """DeepSpeed's defaults, a billion numbers, keep all of a small model from its forward to its backward pass."""
-    from impl.deepspeed.config import cutting_settings
+    from impl.deepspeed.config import BUCKET, cutting_settings, states_of
 
     config = ContextConfig(layout=Layout(dp=2), precision="bf16", device="cpu", accumulation=1, packed=False)
     with torch.device("meta"):
-        zero = cutting_settings(config, torch.nn.Linear(*size))["zero_optimization"]
+        model = torch.nn.Sequential(*(torch.nn.Linear(*size) for _ in range(10)))
+    zero = cutting_settings(config, model)["zero_optimization"]
     assert zero["stage3_max_reuse_distance"] == zero["stage3_max_live_parameters"]
-    assert zero["stage3_max_reuse_distance"] / math.prod(size) == pytest.approx(share, rel=0.01)
+    assert zero["stage3_max_reuse_distance"] / (10 * math.prod(size)) == pytest.approx(share, rel=0.01)
     assert zero["stage3_prefetch_bucket_size"] == zero["stage3_max_reuse_distance"] // 20
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    frozen, trained = (states_of(config.layout, config.tier, shapes, trained).passing for trained in (False, True))
+    assert frozen == trained - 4 * BUCKET == 2 * zero["stage3_max_live_parameters"], "the estimate counts what is set"
+    largest = states_of(config.layout, config.tier, {"weight": size}, False).passing
+    assert largest == 2 * math.prod(size), "a parameter in use is whole"
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
