@@ -97,9 +97,8 @@ class Documents:
 
     def begin(self, _: Any, __: Any, options: dict[str, Any]) -> None:
         positions, self._places = options.get("position_ids"), None
-        if (
-            positions is not None and positions.ndim == 3
-        ):  # of a model with images; the first ones are those of the text
+        # A model with images has positions by axis; the first ones are those of the text.
+        if positions is not None and positions.ndim == 3:
             positions = positions[0]
         if positions is None or (count := int((positions == 0).sum())) == len(positions):
             return
