@@ -232,6 +232,7 @@ def _work(layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage
         step,
         sizes.linear,
         stage=stage,
+        layers=sizes.layers,
         trained=_trained(layout, scenario, sizes),
         sums=sizes.sums / layout.pp,
         accumulation=scenario.accumulation,
@@ -415,9 +416,6 @@ def _of_data_ranks(
     if "pertoken" in layout.options and data > 1:
         counts = ranks.most(("all_reduce",), data, _only("later"), dtype="int32")
         yield "the library sums up the tokens of all ranks", counts > 0
-    if "fp8gather" in layout.options and shards > 1:
-        gathered = ranks.most(("all_gather",), shards, _forward, dtype="uint8")
-        yield "weights are gathered in float8", gathered > 0
     if "lastsync" in layout.options:
         numbers = sorted(int(where.split()[1]) for where in ranks.passes() if where.startswith("backward"))
         *early, last = [ranks.most(("reduce_scatter",), data, _only(f"backward {n}")) for n in numbers] or [0]

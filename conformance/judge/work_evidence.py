@@ -25,6 +25,7 @@ BLOCK = 128  # libraries pad rows to a multiple of this
 NUMBERS = 4  # of a token that ranks of one sequence gather: log-prob and entropy, once or twice
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
 _GATHERS = ("all_gather", "broadcast")
+_GATHERED_BYTES = ("all_gather of bytes",)  # as conformance.worker.evidence names it
 
 Claims = Iterator[tuple[str, bool, str]]  # the claim, whether it holds, and what was requested and observed
 # For each data rank and each of its micro-batches: index, length and number of targets of each row.
@@ -202,19 +203,32 @@ def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *,
 
 
 def exchange_claims(
-    layout: Layout, step: Step, linear: Linear, *, stage: int | None, trained: float, sums: float, accumulation: int
+    layout: Layout,
+    step: Step,
+    linear: Linear,
+    *,
+    stage: int | None,
+    layers: int,
+    trained: float,
+    sums: float,
+    accumulation: int,
 ) -> Claims:
     """Yields the claims about the elements that groups of ranks exchange.
 
-    trained: gradients of one model on one rank, in elements. sums: least number of sums over tensor-parallel ranks in a
-    forward pass of one pipeline stage.
+    layers: of the policy. trained: gradients of one model on one rank, in elements. sums: least number of sums over
+    tensor-parallel ranks in a forward pass of one pipeline stage.
     """
     due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
     yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
     if stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout, step):
         again = LEAST * accumulation * linear.layers / layout.tp / layout.pp
-        gathered = step.moved(_GATHERS, _backward, partial(_is_of_data, layout, step))
+        kinds = (*_GATHERS, *(_GATHERED_BYTES if "fp8gather" in layout.options else ()))
+        gathered = step.moved(kinds, _backward, partial(_is_of_data, layout, step))
         yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
+    if "fp8gather" in layout.options and shards_of(layout) > 1:
+        cast = linear.layers * (1 - 2 * ("fp8ends" in layout.options) / layers)
+        gathered = step.moved(_GATHERED_BYTES, _forward, partial(_is_of_data, layout, step))
+        yield at_least("weights are gathered in float8", gathered, LEAST * cast / layout.tp / layout.pp)
     yield from _of_micro_batches(layout, step, trained=trained, accumulation=accumulation)
     activations = tokens * linear.hidden
     if layout.tp > 1:

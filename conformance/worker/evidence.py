@@ -47,6 +47,7 @@ WORD = 8  # bytes
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 _WHOLE = [stem for stem in _STEMS if stem not in ("broadcast", "reduce", "send")]  # in the name of a library's operator
+BYTES = "all_gather of bytes"  # a kind of its own in Watch.moved
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operators
 _LINEAR = ("mm", "addmm", "linear", "_scaled_mm")  # the last one in float8
@@ -166,8 +167,8 @@ class Watch(EagerMode):
     nested: how often a call of the autograd engine went on after a nested call, as where a layer is recomputed with its
         own graph.
     reduced: number of elements that were summed over a group, by size of the group.
-    moved: number of collectives of floating-point numbers or gathered bytes, and of their elements, by (kind, ranks of
-        the group, pass). After ``begin_update`` the pass is ``update``.
+    moved: number of collectives of floating-point numbers or gathered bytes, and of their elements, by (kind or BYTES,
+        ranks of the group, pass). After ``begin_update`` the pass is ``update``.
     work: multiplications of the products of linear layers, by phase, without those of the update.
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
@@ -357,9 +358,11 @@ class Watch(EagerMode):
     def _collective(self, found: Collective) -> None:
         where = self._pass()
         self.collectives[found.kind, found.size, _name(found.dtype), where] += 1
-        # Weights in float8 are gathered as bytes.
-        if found.dtype.is_floating_point or (found.dtype == torch.uint8 and found.kind == "all_gather"):
-            moved = self.moved.setdefault((found.kind, found.ranks, "update" if self._updating else where), [0, 0])
+        # Weights in float8 are gathered as bytes, and so is what has nothing to do with weights.
+        in_bytes = found.kind == "all_gather" and found.dtype.itemsize == 1
+        if found.dtype.is_floating_point or in_bytes:
+            kind = BYTES if in_bytes else found.kind
+            moved = self.moved.setdefault((kind, found.ranks, "update" if self._updating else where), [0, 0])
             moved[0] += 1
             moved[1] += found.elements
         if found.kind in REDUCTIONS and found.dtype.is_floating_point:

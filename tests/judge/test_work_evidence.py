@@ -13,9 +13,10 @@ from conformance.judge.layout_evidence import unproven
 from conformance.judge.work_evidence import Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
-from conformance.worker.evidence import Watch, _product_error
+from conformance.worker.evidence import BYTES, Collective, Watch, _product_error
 
 LINEAR = Linear(layers=4000, outside=1024, frozen=False, uncut=False, keys=16, hidden=8)
+MODEL: Any = {"layers": 4, "sums": 4}
 ACCUMULATION, TRAINED, LENGTH = 2, 1300, 10
 Ranks = list[dict[str, Any]]
 
@@ -64,7 +65,7 @@ def wrong(layout: str, change: Callable[[Ranks], object]) -> set[str]:
     step = Step(ranks, rows_of(of))
     claims = [
         *work_claims(of, step, scenario, LINEAR, layers=2, experts=0),
-        *exchange_claims(of, step, LINEAR, stage=of.zero, trained=TRAINED / of.tp, sums=4, accumulation=ACCUMULATION),
+        *exchange_claims(of, step, LINEAR, stage=of.zero, trained=TRAINED / of.tp, **MODEL, accumulation=ACCUMULATION),
     ]
     return {text for text, holds, _ in claims if not holds}
 
@@ -137,6 +138,20 @@ def gathers(elements: int) -> Callable[[Ranks], None]:
 gathers_weights, gathers_metrics = gathers(TRAINED), gathers(3)
 
 
+def gathers_bytes(elements: int, *passes: str) -> Callable[[Ranks], None]:
+    """Turns gathers of the backward pass into some of bytes, and adds such gathers to other passes."""
+
+    def change(ranks: Ranks) -> None:
+        for rank in ranks:
+            sharing = next(entry[1] for entry in rank["moved"] if entry[0] == "all_gather")
+            for entry in rank["moved"]:
+                if entry[2].startswith("backward"):
+                    entry[0] = BYTES
+            rank["moved"] += [[BYTES, sharing, where, 1, elements] for where in passes]
+
+    return change
+
+
 def reduces_once(ranks: Ranks) -> None:
     for rank in ranks:
         rank["moved"][0][-1] //= ACCUMULATION
@@ -164,7 +179,10 @@ def multiplies_in_float8(ranks: Ranks, error: float) -> None:
     ranks[0] |= {"float8": 1, "float8_error": error}
 
 
-AGAIN = "weights are gathered again for the backward pass, as ZeRO-3 has it"
+AGAIN, IN_FLOAT8 = (
+    "weights are gathered again for the backward pass, as ZeRO-3 has it",
+    "weights are gathered in float8",
+)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +226,15 @@ AGAIN = "weights are gathered again for the backward pass, as ZeRO-3 has it"
         ("dp4.tp2.zero3", keeps, ""),
         ("dp4.tp2.zero3", moves_little("all_gather", "backward"), AGAIN),
         ("sp2.ring.zero3", moves_little("all_gather", "backward"), AGAIN),
+        ("dp2.zero3", gathers_bytes(LINEAR.layers, "forward"), AGAIN),
+        ("dp2.zero1", gathers_bytes(TRAINED, "forward", "later"), ""),  # no weights
+        ("dp2.zero3.fp8tensor.fp8gather", keeps, IN_FLOAT8),
+        ("dp2.zero3.fp8tensor.fp8gather", gathers_bytes(1, "forward"), IN_FLOAT8),
+        ("dp2.zero3.fp8tensor.fp8gather", gathers_bytes(LINEAR.layers, "later"), IN_FLOAT8),
+        ("dp2.zero3.fp8tensor.fp8gather", gathers_bytes(LINEAR.layers, "forward"), ""),
+        ("dp2.tp2.zero3.fp8tensor.fp8gather", gathers_bytes(LINEAR.layers // 2, "forward"), ""),
+        ("dp2.zero3.fp8tensor.fp8gather.fp8ends", gathers_bytes(LINEAR.layers // 4, "forward"), ""),
+        ("dp2.zero3.fp8tensor.fp8gather.fp8ends", gathers_bytes(LINEAR.layers // 5, "forward"), IN_FLOAT8),
         ("dp2.rep2.sp2.zero3", keeps, ""),
         ("dp2.rep2.sp2.zero3", moves_little("all_gather", "backward"), AGAIN),
         ("dp2.tp2.zero0", keeps, "all ranks update all weights, as ZeRO-0 has it"),
@@ -249,6 +276,14 @@ def test_activations_are_told_from_weights_by_rows(layout: str, missed: str, lis
     options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0, "trained": TRAINED}
     found = not_proven(of, Step(ranks, rows_of(of)), scenario, LINEAR, **options)
     assert any(name.startswith(listed) for name, is_open in found if is_open) is not shown
+
+
+def test_gathered_bytes_are_a_kind_of_their_own() -> None:
+    watch = Watch()
+    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.int64):
+        watch._collective(Collective("all_gather", (0, 1), dtype, 8))
+    moved = [[kind, elements] for kind, *_, elements in watch.to_json()["moved"]]
+    assert moved == [["all_gather", 8], [BYTES, 16]]
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -339,7 +374,7 @@ def test_few_trained_weights_may_hide_among_log_probs(trained: int, is_listed: b
     assert ("whole weights in the forward pass" in listed) == is_listed
     ranks = honest(of)
     gathers(trained)(ranks)
-    claims = exchange_claims(of, Step(ranks, rows_of(of)), LINEAR, stage=2, trained=trained, sums=4, accumulation=1)
+    claims = exchange_claims(of, Step(ranks, rows_of(of)), LINEAR, stage=2, trained=trained, **MODEL, accumulation=1)
     assert ("weights are whole" in " ".join(text for text, holds, _ in claims if not holds)) != is_listed
 
 
