@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError, shown
 from conformance.core.host import resolve
 from conformance.core.io import read_json
-from conformance.spec.layout import FLOAT8, Float8Recipe, Layout
+from conformance.spec.layout import Float8Recipe, Layout
 from conformance.spec.objectives import Grpo, Objective, PolicyGradient, Ppo
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario
@@ -244,16 +244,15 @@ class Float8Products(Convention):
     coarse: ClassVar[bool] = True
 
     def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
-        for recipe in FLOAT8:
-            if recipe in layout.options:
-                return type(self)(
-                    recipe=recipe,
-                    ends="fp8ends" in layout.options,
-                    multiple=math.lcm(self.multiple, layout.tp),
-                    data_ranks=layout.data,
-                    micro_batches=scenario.accumulation,
-                )
-        return None
+        if layout.float8 is None:
+            return None
+        return type(self)(
+            recipe=layout.float8,
+            ends="fp8ends" in layout.options,
+            multiple=math.lcm(self.multiple, layout.tp),
+            data_ranks=layout.data,
+            micro_batches=scenario.accumulation,
+        )
 
     def __str__(self) -> str:
         return f"Float8Products({self.recipe})"

@@ -214,7 +214,7 @@ class Layout:
                 raise UsageError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
             if option == "varlen" and self.pp == 1:
                 raise UsageError("option varlen is for pipeline stages; add pp2 or leave it out")
-            if option == "fp8ends" and not set(FLOAT8) & set(self.options):
+            if option == "fp8ends" and not self.float8:
                 raise UsageError(f"option fp8ends leaves layers out of float8; add one of {', '.join(FLOAT8)}")
             if option == "fp8gather" and "fp8tensor" not in self.options:
                 raise UsageError("option fp8gather needs one scale for each weight; add fp8tensor or leave it out")
@@ -286,6 +286,11 @@ class Layout:
     def gathers(self) -> bool:
         """Tells whether context-parallel ranks gather keys and values, ``stride`` heads at a time, and use no ring."""
         return self.sp > 1 and not set(_RINGS) & set(self.options)
+
+    @property
+    def float8(self) -> Float8Recipe | None:
+        """Returns the recipe of float8 that linear layers multiply by."""
+        return next((recipe for recipe in FLOAT8 if recipe in self.options), None)
 
     @property
     def world_size(self) -> int:

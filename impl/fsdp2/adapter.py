@@ -11,7 +11,7 @@ import torch
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
 from conformance.spec.conventions import Conventions, Float8Products, model_config
 from conformance.spec.known_defects import ExpectedDifference, LostEmbeddingGradient, ResummedHeadNorms
-from conformance.spec.layout import FLOAT8, Layout
+from conformance.spec.layout import Layout
 from conformance.spec.precision import Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
@@ -197,7 +197,7 @@ class Fsdp2Backend(ReferenceBackend):
             return Unsupported(
                 "checkpoints of pipeline stages name the optimizer's settings by parameter; transfer a training state"
             )
-        if before.data != after.data and set(FLOAT8) & set(after.options):
+        if before.data != after.data and after.float8:
             return Unsupported("scales of float8 depend on how rows are divided, so resume with as many data ranks")
         packed = any(layout.tp > 1 and layout.ep == 1 for layout in (before, after))
         if packed and quirks_of(model_config(scenario).get("model_type")).tp_cuts_experts:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from conformance.spec.conventions import model_config
-from conformance.spec.layout import FLOAT8, Layout
+from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from impl.models.family_quirks import quirks_of
 
@@ -35,9 +35,8 @@ BESIDE = {
 
 def float8_support(scenario: Scenario, layout: Layout) -> str:
     """Explains why a cell cannot run in float8; empty if it can, or if its layout does not ask for it."""
-    if not (asked := set(FLOAT8) & set(layout.options)):
+    if (recipe := layout.float8) is None:
         return ""
-    (recipe,) = asked
     if find_spec("torchao") is None:
         return f"{recipe} needs torchao, which is not installed; run: pip install 'backend-parity[fp8]'"
     config = model_config(scenario)
@@ -50,7 +49,7 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
         return "the loss scale of fp16 moves what float8 rounds; use bf16"
     if layout != Layout(dp=layout.dp, rep=layout.rep, tp=layout.tp, options=layout.options):
         return f"beside {recipe} only dp, rep and tp are built into this backend; leave other axes out"
-    if others := {*layout.options} - BESIDE - asked:
+    if others := {*layout.options} - BESIDE - {recipe}:
         return f"{', '.join(sorted(others))} is not built into this backend beside {recipe}; leave it out"
     if layout.tp > 1 and "plan" not in layout.options:
         return f"transformers' own plan does not cut layers in float8; add the layout option 'plan' beside {recipe}"
@@ -59,24 +58,23 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
     return ""
 
 
-def cast_layers(
-    model: "transformers.PreTrainedModel", options: Collection[str], *, compute: torch.dtype, device: str
-) -> None:
-    """Replaces the linear layers of decoder layers by those of torchao, if an option names a recipe.
+def cast_layers(model: "transformers.PreTrainedModel", layout: Layout, *, compute: torch.dtype, device: str) -> None:
+    """Replaces the linear layers of decoder layers by those of torchao, if the layout names a recipe.
 
     Call this function before anything shards or wraps the layers. The head and the embedding stay as they are.
     """
-    if not (asked := set(FLOAT8) & set(options)):
+    if layout.float8 is None:
         return
     from torchao.float8 import convert_to_float8_training  # only cells in float8 need torchao
 
     if compute == torch.float64:
         _round_in_float64()
-    (option,) = asked
     # With scales by row, the kernel gives results in bf16 only.
-    has_kernel = device != "cpu" and compute != torch.float64 and (option == "fp8tensor" or compute.itemsize == 2)
-    config = float8_config(option, emulate=not has_kernel, gathers="fp8gather" in options)
-    names = cast_names(model, options)
+    has_kernel = (
+        device != "cpu" and compute != torch.float64 and (layout.float8 == "fp8tensor" or compute.itemsize == 2)
+    )
+    config = float8_config(layout.float8, emulate=not has_kernel, gathers="fp8gather" in layout.options)
+    names = cast_names(model, layout.options)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
 
 

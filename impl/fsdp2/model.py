@@ -94,7 +94,7 @@ class Fsdp2Model(HuggingFaceModel):
             self.context.pipeline.keep_stage(model)
         config = self.context.config
         compute = config.tier.half_dtype or config.tier.master.dtype
-        cast_layers(model, self.options, compute=compute, device=config.device)
+        cast_layers(model, config.layout, compute=compute, device=config.device)
         recompute_activations(model, self.options)
         if self.context.config.layout.ep > 1:
             cut_experts(model, self.context.mesh["ep"])
