@@ -25,7 +25,7 @@ from conformance.judge.work_evidence import Claims, Linear, Step, exchange_claim
 from conformance.numerics.sketch import whole_shapes
 from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
-from conformance.spec.layout import FLOAT8, Layout
+from conformance.spec.layout import Layout
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.observables import CONFIGURATION, SKIPPED
 from conformance.spec.scenario import Scenario
@@ -290,6 +290,10 @@ class _Ranks:
         """Counts the products of linear layers in forward passes that TransformerEngine makes, of all ranks."""
         return sum(rank.get("engine", 0) for rank in self._ranks)
 
+    def float8(self) -> int:
+        """Counts the products that a kernel makes of operands in float8, of all ranks."""
+        return sum(rank.get("float8", 0) for rank in self._ranks)
+
     def recomputed(self) -> float:
         """Returns recomputed products of linear layers / those of forward passes, of all ranks. Records that do not
         separate linear layers give the ratio of all products."""
@@ -349,8 +353,8 @@ def _claims(
         dtype = scenario.tier.compute.name
         in_half = IN_HALF_ROUTED if sizes.experts else IN_HALF
         in_dtype = ranks.linear(dtype)
-        if set(FLOAT8) & set(layout.options) and in_dtype:  # where a GPU has no kernel, float32 stands for float8
-            in_dtype += ranks.linear("float32")
+        if layout.float8 and in_dtype and not (scenario.tier.is_exact or ranks.float8()):
+            in_dtype += ranks.linear("float32")  # where a GPU has no kernel, float32 stands for float8
         yield f"products in {dtype}", in_dtype >= in_half * ranks.linear()
         left_out = sizes.frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
         if "compile" in layout.options:  # of every model, all but the product of its head

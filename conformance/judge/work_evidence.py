@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from conformance.spec.layout import FLOAT8, Layout
+from conformance.records.record_format import number
+from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 
 LEAST = 0.5  # of the elements and multiplications that a layout implies; a claim that is not kept gives nearly none
@@ -138,7 +139,7 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
     if "overlap" not in layout.options:  # which gathers updated weights when they are used or read
         changed = max(rank.get("changed_by_reading", 0) for rank in step.ranks)
         yield below("weights are the same before and after they are read", changed, 1, "changed storages")
-    if errors := [rank["float8_error"] for rank in step.ranks if rank.get("float8")]:
+    if errors := [number(rank["float8_error"]) for rank in step.ranks if rank.get("float8")]:
         where = f"requested at most {FLOAT8_ERROR:.1e} of the magnitudes, observed {max(errors):.1e}"
         yield "products in float8 are those of their operands", max(errors) <= FLOAT8_ERROR, where
     forward, backward = step.work("forward"), step.work("backward")
@@ -359,8 +360,9 @@ def not_proven(
     yield "what dropout does with numbers that it drops", "dropout" in options
     yield "order of the ring", bool(options & {"ring", "zigzag"})
     yield "stride", layout.stride > 1
-    emulated = not all(rank.get("float8") for rank in step.ranks)
-    yield "a kernel for products in float8, which are emulated", bool(options & set(FLOAT8)) and emulated
+    products = [(rank.get("float8", 0), sum(count for _, count in rank.get("linear", ()))) for rank in step.ranks]
+    emulated = any(by_kernel < max(1, LEAST * all_) for by_kernel, all_ in products)
+    yield "a kernel for products in float8, which are emulated", layout.float8 is not None and emulated
     is_cut = bool(stage) and shards_of(layout) > 1
     hidden = stage in (0, 1, 2) and shards_of(layout) > 1 and hides_whole_weights(layout, step, LEAST * trained)
     yield "whole weights in the forward pass", hidden and not layout.gathers

@@ -439,15 +439,22 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _product_error(args: tuple[Any, ...], result: Tensor) -> float:
-    """Returns how far a scaled product is from that of its operands (M, K) and (K, N), of which a part is multiplied.
+    """Returns how far a scaled product is from that of its operands (M, K) and (K, N), of which a part is multiplied;
+    infinity if it is not known, as of NaN and scales of blocks.
 
-    args: both operands and both scales, which are single numbers, or (M, 1) and (1, N).
+    args: both operands, both scales, which are single numbers, or (M, 1) and (1, N), and maybe a bias (N).
     """
     a, b, *scales = args[:4]
+    by_row = (len(a), 1), (1, b.shape[1])
+    if any(scale.numel() != 1 and scale.shape != known for scale, known in zip(scales, by_row, strict=True)):
+        return math.inf
     scale_a, scale_b = (scale if scale.numel() == 1 else scale[:_PART, :_PART] for scale in scales)
     wide_a, wide_b = a[:_PART].double() * scale_a, b[:, :_PART].double() * scale_b
-    distance = (result[:_PART, :_PART].double() - wide_a @ wide_b).abs()
-    return float((distance / (wide_a.abs() @ wide_b.abs()).clamp(min=torch.finfo(torch.float64).tiny)).max())
+    bias = args[4][:_PART].double() if len(args) > 4 and args[4] is not None else torch.zeros_like(wide_b[0])
+    distance = (result[:_PART, :_PART].double() - wide_a @ wide_b - bias).abs()
+    magnitudes = wide_a.abs() @ wide_b.abs() + bias.abs()
+    error = float((distance / magnitudes.clamp(min=torch.finfo(torch.float64).tiny)).max())
+    return math.inf if math.isnan(error) else error
 
 
 def _in_compiled_code() -> bool:

@@ -1,5 +1,6 @@
 """What each rank computes and exchanges in a step, against the share that its layout implies."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.judge.layout_evidence import unproven
+from conformance.judge.layout_evidence import _claims, _Ranks, unproven
 from conformance.judge.work_evidence import Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
@@ -175,7 +176,7 @@ def says_when(ranks: Ranks) -> None:
         rank["boundaries"] = ACCUMULATION
 
 
-def multiplies_in_float8(ranks: Ranks, error: float) -> None:
+def multiplies_in_float8(ranks: Ranks, error: float | str) -> None:
     ranks[0] |= {"float8": 1, "float8_error": error}
 
 
@@ -287,16 +288,46 @@ def test_gathered_bytes_are_a_kind_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("by_row", [False, True])
-def test_a_product_in_float8_is_that_of_its_operands(by_row: bool) -> None:
+@pytest.mark.parametrize("bias", [None, torch.linspace(-9.0, 9.0, 48).bfloat16()])
+def test_a_product_in_float8_is_that_of_its_operands(by_row: bool, bias: torch.Tensor | None) -> None:
     draw = partial(torch.rand, generator=torch.Generator().manual_seed(0))
     a, b = (draw(rows, 64).to(torch.float8_e4m3fn) for rows in (300, 48))
     scales = (draw(300, 1), draw(1, 48)) if by_row else (torch.tensor(0.5), torch.tensor(3.0))
     with (watch := Watch()).step():
-        result = torch._scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16)
+        result = torch._scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=torch.bfloat16)
     assert watch.float8 == 1
-    errors = watch.float8_error, _product_error((a, b.t(), *scales), 1.02 * result)
-    found = [wrong("dp2", partial(multiplies_in_float8, error=error)) for error in errors]
-    assert found == [set(), {"products in float8 are those of their operands"}]
+    product, unknown = (a, b.t(), *scales, bias), (a, b.t(), scales[0].expand(300, 2), scales[1], bias)
+    lost = result.clone()
+    lost[0, 0] = math.nan
+    others = _product_error(product, 1.02 * result), _product_error(product, lost), _product_error(unknown, result)
+    assert others[1:] == (math.inf, math.inf)  # NaN would not be the largest error
+    found = [wrong("dp2", partial(multiplies_in_float8, error=error)) for error in (watch.float8_error, *others, "inf")]
+    assert found == [set(), *[{"products in float8 are those of their operands"}] * 4]
+
+
+@pytest.mark.parametrize(
+    ("precision", "by_kernel", "holds"), [("exact", 0, False), ("bf16", 0, True), ("bf16", 1, False)]
+)
+def test_float32_stands_for_float8_without_a_kernel(precision: str, by_kernel: int, holds: bool) -> None:
+    scenario = parse_scenario({"name": "x", "model": "m", "precision": precision} | OPTIMIZER)
+    dtype, sizes = scenario.tier.compute.name, SimpleNamespace(experts=())
+    ranks = _Ranks([{"products": [[dtype, "forward", 8]], "linear": [[dtype, 1], ["float32", 7]], "float8": by_kernel}])
+    claims = _claims(Layout.parse("dp2.fp8tensor"), ranks, scenario, sizes, stage=3, step=None)  # type: ignore[arg-type]
+    assert next(claims) == (f"products in {dtype}", holds)
+
+
+@pytest.mark.parametrize(("by_kernel", "is_listed"), [((1, 8), True), ((0, 0), True), ((4, 8), False)])
+def test_a_few_products_in_float8_prove_no_kernel(by_kernel: tuple[int, int], is_listed: bool) -> None:
+    of, scenario = (
+        Layout.parse("dp2.fp8row"),
+        parse_scenario({"name": "x", "model": "m", "precision": "bf16"} | OPTIMIZER),
+    )
+    ranks = [
+        rank | {"linear": [["bfloat16", 8]], "float8": count} for rank, count in zip(honest(of), by_kernel, strict=True)
+    ]
+    options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0, "trained": TRAINED}
+    found = dict(not_proven(of, Step(ranks, rows_of(of)), scenario, LINEAR, **options))
+    assert found["a kernel for products in float8, which are emulated"] == is_listed
 
 
 ANEW, ALIKE = "recomputed layers draw the masks", "ranks with the same activations"
