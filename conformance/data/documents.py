@@ -59,7 +59,7 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     _check_variety(batches, documents, model)
     decoder = decoder_of(scenario, model)
     for sample in (sample for _, sample in samples if IMAGE in sample.columns):
-        check_images(sample.columns, decoder.image_config, sample.place)
+        check_images(sample.tokens, sample.columns, decoder.image_config, sample.place)
     check_vocabulary([document for batch in batches for document in batch.documents], model, decoder.vocab_size)
     return batches
 

@@ -5,7 +5,7 @@ Qwen ``image_grid_thw`` counts the patches of each image by time, height and wid
 shared out equally over the image tokens, in their order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -50,7 +50,7 @@ def pixels_of_token(columns: Columns) -> int:
     return sum(name.startswith(PIXEL) for name in columns)
 
 
-def check_images(columns: Columns, config: Any, place: Place) -> None:
+def check_images(tokens: Sequence[int], columns: Columns, config: Any, place: Place) -> None:
     """Raises UsageError if a model with this ``image_config`` (Decoder) does not take the images of a document."""
     if config is None:
         raise UsageError(
@@ -61,23 +61,30 @@ def check_images(columns: Columns, config: Any, place: Place) -> None:
     assert isinstance(heights, tuple)
     assert isinstance(widths, tuple)
     assert isinstance(marks, tuple)
-    tokens = int(sum(marks))
+    own = getattr(config, "image_token_id", None)
+    wrong = [token for token, mark in zip(tokens, marks, strict=True) if (token == own) != (mark == 1)]
+    if wrong and own is not None:
+        raise UsageError(
+            f"{place}: token {wrong[0]} is marked wrongly: the image tokens of this model are {own}, and all of them "
+            f"are marked by 1, no others; give all as this model's processor gave them"
+        )
+    count = int(sum(marks))
     if merge := getattr(tower, "spatial_merge_size", None):
         right = merge**2 * tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         patches = sum(height * width for height, width in zip(heights, widths, strict=True))
-        if patches != merge**2 * tokens or any(count % merge for count in (*heights, *widths)):
+        if patches != merge**2 * count or any(size % merge for size in (*heights, *widths)):
             raise UsageError(
                 f"{place}: this model joins {merge} x {merge} patches, so 'image_grid_thw' must hold heights and "
-                f"widths that are multiples of {merge}, and {merge**2 * tokens} patches for {tokens} image tokens, got "
+                f"widths that are multiples of {merge}, and {merge**2 * count} patches for {count} image tokens, got "
                 f"{patches:g}; give it as this model's processor gave it"
             )
     else:
         of_image = tower.num_channels * tower.image_size**2
         of_one = getattr(config, "mm_tokens_per_image", None) or max(1, of_image // share)
         right = of_image // of_one
-        if tokens % of_one:
+        if count % of_one:
             raise UsageError(
-                f"{place}: an image of this model has {of_one} tokens, which {tokens} image tokens are no multiple of; "
+                f"{place}: an image of this model has {of_one} tokens, which {count} image tokens are no multiple of; "
                 f"give all as this model's processor gave them"
             )
     if share != right:

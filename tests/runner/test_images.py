@@ -83,7 +83,7 @@ def test_packed_images_equal_one_document_at_a_time(models: Any, tmp_path: Path,
         packed = collate([Row(0, documents[:3]), Row(1, documents[3:])])
         decoder = read_decoder(models(kind))
         for document in documents:
-            check_images(document.columns, decoder.image_config, "")
+            check_images(document.tokens, document.columns, decoder.image_config, "")
         weights = decoder.load(models(kind), torch.float64, HONEST, trained=False, devices=["cpu"])
         model = load_model(models(kind), dtype=torch.float64, attention=None)
         given = model_inputs(model.config, packed)
@@ -145,14 +145,16 @@ GEMMA = SimpleNamespace(num_channels=3, image_size=8)
         (GEMMA, images_of(8, 48), ""),
         (GEMMA, images_of(8, 47), "has 47 numbers per image token, but this model takes 48"),
         (GEMMA, images_of(6, 48), "has 4 tokens, which 6 image tokens are no multiple of"),
+        (GEMMA, images_of(8, 48) | {IMAGE: (1.0,) * 4 + (0.0,) * 4}, "token 7 is marked wrongly"),
         (None, images_of(4, 96), "which this model does not take; use a model with an image tower"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_images_fit_the_image_tower(tower: Any, columns: dict[str, Any], message: str) -> None:
-    config = tower and SimpleNamespace(vision_config=tower, **({"mm_tokens_per_image": 4} if tower is GEMMA else {}))
+    size = {"mm_tokens_per_image": 4} if tower is GEMMA else {}
+    config = tower and SimpleNamespace(vision_config=tower, image_token_id=IMAGE_TOKEN, **size)
     with pytest.raises(UsageError, match=f"^line 3: .*{message}") if message else nullcontext():
-        check_images(columns, config, "line 3")
+        check_images([IMAGE_TOKEN] * len(columns[IMAGE]), columns, config, "line 3")
 
 
 def test_models_without_a_tower_refuse_images_by_line(tmp_path: Path) -> None:
