@@ -58,8 +58,9 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     documents.warn_of_length()
     _check_variety(batches, documents, model)
     decoder = decoder_of(scenario, model)
-    for sample in (sample for _, sample in samples if IMAGE in sample.columns):
-        check_images(sample.tokens, sample.columns, decoder.image_config, sample.place)
+    for _, sample in sorted(samples, key=lambda each: each[0]):
+        if IMAGE in sample.columns:
+            check_images(sample.tokens, sample.columns, decoder.image_config, sample.place)
     check_vocabulary([document for batch in batches for document in batch.documents], model, decoder.vocab_size)
     return batches
 

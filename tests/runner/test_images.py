@@ -160,7 +160,7 @@ def test_images_fit_the_image_tower(tower: Any, columns: dict[str, Any], message
 def test_models_without_a_tower_refuse_images_by_line(tmp_path: Path) -> None:
     data, file = {"path": str(data_of("Gemma3", tmp_path)), "rows": 6}, FIXTURES / "scenarios" / "sft-packed.toml"
     scenario = load_scenario(file, data_overrides=data, model="models/llama", precision="exact")
-    with pytest.raises(UsageError, match=r"images.jsonl, line [1-8]: the data has images, which this model"):
+    with pytest.raises(UsageError, match=r"images.jsonl, line 1: the data has images, which this model"):
         build_batches(scenario, FIXTURES / "models" / "llama")
 
 
