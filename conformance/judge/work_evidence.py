@@ -139,7 +139,7 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
     if "overlap" not in layout.options:  # which gathers updated weights when they are used or read
         changed = max(rank.get("changed_by_reading", 0) for rank in step.ranks)
         yield below("weights are the same before and after they are read", changed, 1, "changed storages")
-    if errors := [number(rank["float8_error"]) for rank in step.ranks if rank.get("float8")]:
+    if errors := [number(rank.get("float8_error", math.inf)) for rank in step.ranks if rank.get("float8")]:
         where = f"requested at most {FLOAT8_ERROR:.1e} of the magnitudes, observed {max(errors):.1e}"
         yield "products in float8 are those of their operands", max(errors) <= FLOAT8_ERROR, where
     forward, backward = step.work("forward"), step.work("backward")

@@ -126,7 +126,8 @@ class _Evidence:
     those that TransformerEngine made. moved: operation, ranks of the group, pass, number of calls and of elements.
     work: phase and number of multiplications of the products of linear layers. rows: the rows of which the rank gave
     log-probs. step: the optimizer step. changed_by_reading: number of storages of weights that the backend changed
-    while the suite read weights.
+    while the suite read weights. float8: number of products of operands in float8 that a kernel made. float8_error:
+    their largest distance from the products of the operands, in parts of the magnitudes.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
@@ -143,6 +144,8 @@ class _Evidence:
     rows: tuple[Count, ...] = ()
     step: StrictInt | None = None
     changed_by_reading: Count = 0
+    float8: Count = 0
+    float8_error: Annotated[float, Field(ge=0)] = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -445,6 +445,8 @@ def _product_error(args: tuple[Any, ...], result: Tensor) -> float:
     args: both operands, both scales, which are single numbers, or (M, 1) and (1, N), and maybe a bias (N).
     """
     a, b, *scales = args[:4]
+    if not result.numel():
+        return 0.0
     by_row = (len(a), 1), (1, b.shape[1])
     if any(scale.numel() != 1 and scale.shape != known for scale, known in zip(scales, by_row, strict=True)):
         return math.inf

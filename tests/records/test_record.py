@@ -145,6 +145,7 @@ def change_line(record: Path, number: int, **changes: Any) -> None:
     rewrite(record, [body, json.dumps(values[-1] | {"sha256": record_digest(body.encode(), values[-1])}) + "\n"])
 
 
+WATCHED = {"collectives": [], "products": [], "widths": []}
 DIFFERING = {"name": "a", "region": "full", "ranks": [0, 1], "relative": "nan"}
 
 
@@ -165,6 +166,8 @@ DIFFERING = {"name": "a", "region": "full", "ranks": [0, 1], "relative": "nan"}
         (2, {"tensors": {"file": "../x", "sha256": ""}}, "tensors.file: String should match pattern"),
         (-1, {"steps": -1}, "steps: Input should be greater than or equal to 0"),
         (-1, {"leaks": [{}]}, "leaks.0.op: Field required"),
+        (-1, {"evidence": [WATCHED | {"float8_error": "small"}]}, "float8_error: Input should be a valid number"),
+        (-1, {"evidence": [WATCHED | {"float8_error": "nan"}]}, "float8_error: Input should be greater than or equal"),
     ],
 )
 def test_a_line_of_another_type_is_an_error_although_its_digest_is_right(
