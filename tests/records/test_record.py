@@ -145,7 +145,7 @@ def change_line(record: Path, number: int, **changes: Any) -> None:
     rewrite(record, [body, json.dumps(values[-1] | {"sha256": record_digest(body.encode(), values[-1])}) + "\n"])
 
 
-WATCHED = {"collectives": [], "products": [], "widths": []}
+WATCHED: dict[str, Any] = {"collectives": [], "products": [], "widths": []}
 DIFFERING = {"name": "a", "region": "full", "ranks": [0, 1], "relative": "nan"}
 
 
