@@ -137,8 +137,9 @@ def test_a_script_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 def test_ends_that_blame_cannot_vary_are_refused(
     stubs: Path, monkeypatch: pytest.MonkeyPatch, first: str, last: str, message: str, capsys: Any
 ) -> None:
-    lock = " --hash=sha256:1\n"
-    made = lambda wanted: Made(python="", lock=lock.join(wanted.requirements) + lock)  # noqa: E731
+    def made(wanted: Environment) -> Made:
+        return Made(python="", lock="".join(f"{one} --hash=sha256:1\n" for one in wanted.requirements))
+
     monkeypatch.setattr(command, "make_environment", made)
     file = stubs.with_name("two.toml")
     file.write_text(f"[environments.old]\nrequirements = {first}\n[environments.new]\nrequirements = {last}\n")
