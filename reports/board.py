@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from conformance.core.environments import PIN
+from conformance.core.environments import LOCKED
 from conformance.core.errors import STRICT, UsageError, explain
 from conformance.core.io import Unreadable, read_file, write_file
 from conformance.records.record_format import LONGEST, dumps, parse_strict_json
@@ -208,7 +208,7 @@ def columns_of(out: Path) -> list[Column]:
 def _of_environment(out: Path, about: EnvironmentRun) -> list[Column]:
     """Returns a column for each backend in an environment; with only gaps, and the reason, if nothing was run."""
     found = {column.framework: column for column in _of_run(out)} if (out / SUMMARY).exists() else {}
-    own = dict(PIN.findall(about.lock))
+    own = dict(LOCKED.findall(about.lock))
     columns = []
     for backend in dict.fromkeys([*found, *([] if found else about.backends)]):
         empty = Column(framework=backend, version=about.name, started="", device=NOT_RUN, versions={}, squares={})

@@ -25,7 +25,7 @@ from conformance.cli.commands import COMMANDS
 from conformance.cli.run import output_folder, run_options
 from conformance.core.environments import Environment, Made, Unmade, make_environment, read_environments, releases
 from conformance.core.errors import UsageError, did_you_mean
-from conformance.core.packages import load_command, package_version
+from conformance.core.packages import canonical, load_command, package_version
 from conformance.core.parser import Parser
 from conformance.core.process import Stopped, signal_group, stop_code
 from conformance.matrix.options import AtOnce, Kept, Options, Ranks, Selection
@@ -258,7 +258,8 @@ def _ends(options: argparse.Namespace) -> tuple[Environment, Pins, Pins]:
     first, last = options.good or package_version(options.package), options.bad or newest
     if first == last:
         raise UsageError(f"--good and --bad are both {first}; give another, such as --good with an older release")
-    return wanted, {**fixed, options.package: first}, {**fixed, options.package: last}
+    name = canonical(options.package)  # as the pins of the requirements are named
+    return wanted, {**fixed, name: first}, {**fixed, name: last}
 
 
 def _between(package: str, good: str, bad: str, wanted: Environment) -> list[str]:

@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError, explain
 from conformance.core.host import cache_folder
 from conformance.core.io import locked, read_toml, write_file
-from conformance.core.packages import ROOT, package_version
+from conformance.core.packages import ROOT, canonical, package_version
 
 OF_RANKS = ("numpy", "pydantic>=2.10", "safetensors>=0.6", "torch>=2.11")  # what ranks of every backend import
 LOCK = "requirements.lock"
@@ -39,6 +39,7 @@ _HASH = " --hash=sha256:"
 _BEST = ("--index-strategy", "unsafe-best-match")  # of all indexes, as pip does
 _ERROR = re.compile("error|ERROR|\N{MULTIPLICATION SIGN}")  # pip's and uv's
 PIN = re.compile(r"^([\w.-]+)==([^\s;\\]+)", re.MULTILINE)
+LOCKED = re.compile(r"^([\w.-]+)(?:==| @ )([^\s;\\]+)", re.MULTILINE)  # NAME==VERSION, or NAME @ URL
 _NO_PIN = re.compile(rf"^(?!{PIN.pattern[1:]})[^\s#].*?(?= --hash| \\|$)", re.MULTILINE)  # NAME @ URL
 
 
@@ -91,7 +92,7 @@ class Made:
         """Returns the exact versions of its own packages. Raises UsageError if one is not from an index."""
         if direct := _NO_PIN.search(self.lock):
             raise UsageError(f"{direct[0]!r} is not from an index, whose releases blame bisects; pin NAME==VERSION")
-        return {_canonical(name): version for name, version in PIN.findall(self.lock)}
+        return {canonical(name): version for name, version in PIN.findall(self.lock)}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -262,10 +263,6 @@ def _version_of(python: str) -> str:
     if not shutil.which(python):
         return python  # of uv
     return called([python, "-c", "import sys; print('.'.join(map(str, sys.version_info[:3])))"]).strip()
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _shortened(line: str) -> str:

@@ -76,7 +76,7 @@ def missing_package(entry: EntryPoint | None, module: str) -> MissingPackage | N
     """
     if entry is None or entry.dist is None:
         return None
-    wanted = _canonical(module)
+    wanted = canonical(module)
     for package in _extra(entry.dist.requires or [], entry.name):
         matches = f"{wanted}-".startswith(f"{package}-") or f"{package}-".startswith(f"{wanted}-")
         if matches and not is_installed(package):
@@ -88,7 +88,7 @@ def _extra(requirements: list[str], extra: str) -> list[str]:
     """Returns the packages of an extra, from a distribution's requirements such as ``a>=1; extra == 'b'``."""
     wanted = re.compile(rf"\bextra\s*==\s*['\"]{re.escape(extra)}['\"]")
     chosen = [requirement for requirement in requirements if wanted.search(requirement.partition(";")[2])]
-    return [_canonical(re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]) for requirement in chosen]
+    return [canonical(re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]) for requirement in chosen]
 
 
 class UnsupportedVersion(ImportError):
@@ -115,7 +115,7 @@ def is_installed(package: str) -> bool:
     return True
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     """Normalizes the name of a module or package, as package indexes compare names (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 

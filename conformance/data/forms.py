@@ -9,8 +9,8 @@ Columns that are not used are named once, because one of them may hold what shou
 import functools
 import json
 import logging
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -477,7 +477,7 @@ def _number(record: Mapping[str, Any], key: str, place: Place) -> float:
     if not _has(record, key):
         raise UsageError(f"{place}: no column {key!r}, which other samples have; give all samples one, or none")
     number = _value(record, key, place)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= sys.float_info.max:
         raise UsageError(f"{place}: {key!r} must be a finite number, got {shown(number)}; correct or remove the sample")
     return float(number)
 

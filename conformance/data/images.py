@@ -57,6 +57,13 @@ def check_images(tokens: Sequence[int], columns: Columns, config: Any, place: Pl
             f"{place}: the data has images, which this model does not take; use a model with an image tower"
         )
     tower, share = config.vision_config, pixels_of_token(columns)
+    merge = getattr(tower, "spatial_merge_size", None)
+    sizes = ("in_channels", "temporal_patch_size", "patch_size") if merge else ("num_channels", "image_size")
+    if missing := [name for name in sizes if not hasattr(tower, name)]:
+        raise UsageError(
+            f"{place}: the data has images, but this model's image tower has no {missing[0]!r} in config.json; "
+            "images are judged for Qwen2.5-VL, Qwen3-VL and Gemma 3, or without images in the data"
+        )
     heights, widths, marks = (columns[name] for name in (*GRID[1:], IMAGE))
     assert isinstance(heights, tuple)
     assert isinstance(widths, tuple)
@@ -69,7 +76,7 @@ def check_images(tokens: Sequence[int], columns: Columns, config: Any, place: Pl
             f"are marked by 1, no others; give all as this model's processor gave them"
         )
     count = int(sum(marks))
-    if merge := getattr(tower, "spatial_merge_size", None):
+    if merge:
         right = merge**2 * tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         patches = sum(height * width for height, width in zip(heights, widths, strict=True))
         if patches != merge**2 * count or any(size % merge for size in (*heights, *widths)):

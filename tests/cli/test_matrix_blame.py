@@ -85,6 +85,8 @@ def test_blame_names_the_release_and_what_was_skipped(stubs: Path, capsys: Any) 
     assert (told["package"], told["before"]["release"], told["after"]["release"]) == ("b", "1", "3")
     assert (told["before"]["state"], told["after"]["state"]) == ("exit code 0", "exit code 1")
     assert told["skipped"] == {"2": "no environment: no wheel of b 2"}
+    assert main(["blame", str(stubs), "--package", "B", "--requirement", "b==1", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["after"]["release"] == "3"
     assert main(["blame", str(stubs), "--package", "b", "--good", "5", "--bad", "3"]) == 2
     assert "b 5 and b 3 give the same answer (exit code 1: b is 5)" in capsys.readouterr().err
 
@@ -209,10 +211,10 @@ def test_an_environment_is_a_column_that_says_why_it_is_empty(tmp_path: Path) ->
     for name, note in (("new", ""), ("old", "no wheel of b 2")):
         out = tmp_path / name if note else write_sample(tmp_path / name)
         about: Any = {"name": name, "note": note, "command": f"{again} {name}", "backends": ("deepspeed",)}
-        write_environment(out, EnvironmentRun(lock="b==2 --hash=sha256:1\n", **about))
+        write_environment(out, EnvironmentRun(lock="b==2 --hash=sha256:1\nc @ file:///c.whl\n", **about))
     columns = {one.version: one for one in [*columns_of(tmp_path / "new"), *columns_of(tmp_path / "old")]}
     ran, empty = columns["new"], columns["old"]
-    assert ran.versions["b"] == "2"
+    assert (ran.versions["b"], ran.versions["c"]) == ("2", "file:///c.whl")
     assert all(square.reproduce.startswith(f"{again} new --") for square in ran.squares.values())
     board = Board(columns=(ran, empty))
     gap = board.square(empty, board.rows[0])

@@ -106,6 +106,7 @@ def test_forms_of_preferences(record: dict[str, Any], chosen: list[str], tmp_pat
             "line 1: 'margin' must be a finite number",
         ),
         ({"prompt": "2 + 3?", "chosen": "5", "rejected": "6", "margin": True}, "line 1: 'margin' must be a finite"),
+        ({"prompt": "2 + 3?", "chosen": "5", "rejected": "6", "margin": 10**400}, "line 1: 'margin' must be a finite"),
         (
             {"chosen": [ASKED, said("5")], "rejected": [{**ASKED, "content": "2 + 4?"}, said("6")]},
             "line 1: 'chosen' and 'rejected' must be answers of an assistant to one prompt",

@@ -146,9 +146,11 @@ GEMMA = SimpleNamespace(num_channels=3, image_size=8)
         (GEMMA, images_of(8, 47), "has 47 numbers per image token, but this model takes 48"),
         (GEMMA, images_of(6, 48), "has 4 tokens, which 6 image tokens are no multiple of"),
         (GEMMA, images_of(8, 48) | {IMAGE: (1.0,) * 4 + (0.0,) * 4}, "token 7 is marked wrongly"),
+        (SimpleNamespace(patch_size=14), images_of(4, 96), "model's image tower has no 'num_channels'"),
+        (SimpleNamespace(spatial_merge_size=2), images_of(4, 96), "model's image tower has no 'in_channels'"),
         (None, images_of(4, 96), "which this model does not take; use a model with an image tower"),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_images_fit_the_image_tower(tower: Any, columns: dict[str, Any], message: str) -> None:
     size = {"mm_tokens_per_image": 4} if tower is GEMMA else {}
