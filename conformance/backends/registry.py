@@ -199,7 +199,10 @@ class InProcessAdapter:
             raise
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            raise AskFailed(f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}") from error
+            first = _first_cause(error)
+            why = f" (because of {type(first).__name__}: {one_line(first)})" if first is not error else ""
+            message = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}{why}"
+            raise AskFailed(message) from error
 
 
 class EnvironmentProcess:
@@ -277,6 +280,12 @@ class EnvironmentProcess:
         self.process.wait()
 
 
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 class _Fork:
     """Forks this process to answer queries about an adapter; has what EnvironmentProcess uses of subprocess.Popen."""
 
@@ -311,6 +320,9 @@ class _Fork:
             os.closerange(3, theirs.fileno())
             os.closerange(theirs.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+            # Libraries such as torchao ask for it while they are imported, which starts CUDA. That fails in a fork of a
+            # process that has counted GPUs, and would take memory of a GPU. Nothing computes in this process.
+            torch.cuda.get_device_capability = lambda device=None: (0, 0)
             queries, answers = theirs.makefile("r", encoding="utf-8"), theirs.makefile("w", encoding="utf-8")
             serve_queries(queries, answers, name, _made, _reply, _error_message)
         except BaseException:

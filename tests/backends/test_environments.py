@@ -301,3 +301,29 @@ def test_an_adapter_keeps_no_pipe_of_the_controller_open(tmp_path: Path, monkeyp
     readable, _, _ = select.select([reading], [], [], 10)
     assert readable
     os.close(reading)
+
+
+ASKS_FOR_CUDA = """
+import torch
+from plain_backend import Plain
+
+if torch.cuda.get_device_capability() >= (10, 0):
+    raise RuntimeError("this process has a GPU")
+
+class AsksForCuda(Plain):
+    @classmethod
+    def supports(cls, scenario, layout):
+        try:
+            torch.cuda._lazy_init()
+        except Exception as error:
+            raise ModuleNotFoundError("Could not import module") from error
+"""
+
+
+def test_an_adapter_that_asks_for_the_gpu_starts_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao does so, when transformers imports it in the adapter's process."""
+    (tmp_path / "asks_for_cuda.py").write_text(ASKS_FOR_CUDA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = adapter_of(find_backend("asks_for_cuda:AsksForCuda"))
+    with pytest.raises(AskFailed, match=r"Could not import module \(because of \w+: Torch not compiled with CUDA"):
+        asked.supports(SCENARIO, Layout(pp=2))
