@@ -107,6 +107,7 @@ def _linear(policy: Shapes, first: Shapes, layers: int) -> Linear:
     matrices = {name: shape for name, shape in used if len(shape) == 2 and ".experts." not in name}
     inner = {name for name in matrices if _LAYER.search(name)}
     embedding = next((shape for name, shape in policy.items() if name.endswith("embed_tokens.weight")), (0, 0))
+    in_float8 = sum(math.prod(matrices[name]) for name in inner if not any(size % 16 for size in matrices[name]))
     return Linear(
         layers=sum(math.prod(matrices[name]) for name in inner),
         outside=sum(math.prod(shape) for name, shape in matrices.items() if name not in inner),
@@ -114,6 +115,8 @@ def _linear(policy: Shapes, first: Shapes, layers: int) -> Linear:
         uncut=_sums(policy) < 2 * layers,
         keys=sum(shape[0] for name, shape in policy.items() if name.endswith(("k_proj.weight", "v_proj.weight"))),
         hidden=embedding[1],
+        float8=in_float8,
+        beside=sum(math.prod(shape) for name, shape in trained.items() if _LAYER.search(name)) - in_float8,
     )
 
 
@@ -236,6 +239,7 @@ def _work(layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage
         trained=_trained(layout, scenario, sizes),
         sums=sizes.sums / layout.pp,
         accumulation=scenario.accumulation,
+        number_bytes=scenario.tier.compute.bytes,
     )
 
 

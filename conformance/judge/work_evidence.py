@@ -39,7 +39,8 @@ class Linear:
 
     layers: in layers, without experts. outside: outside of layers. frozen: whether some of them are not trained.
     uncut: whether some layers are whole on all tensor-parallel ranks. keys: rows of all projections to keys and values.
-    hidden: columns of the embedding.
+    hidden: columns of the embedding. float8: elements of matrices in layers that can be cast to float8. beside: of all
+    other trained parameters of layers.
     """
 
     layers: int
@@ -48,6 +49,8 @@ class Linear:
     uncut: bool
     keys: int
     hidden: int
+    float8: int
+    beside: int
 
 
 class Step:
@@ -213,11 +216,12 @@ def exchange_claims(
     trained: float,
     sums: float,
     accumulation: int,
+    number_bytes: int,
 ) -> Claims:
     """Yields the claims about the elements that groups of ranks exchange.
 
     layers: of the policy. trained: gradients of one model on one rank, in elements. sums: least number of sums over
-    tensor-parallel ranks in a forward pass of one pipeline stage.
+    tensor-parallel ranks in a forward pass of one pipeline stage. number_bytes: of a number of the compute dtype.
     """
     due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
     yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
@@ -227,9 +231,7 @@ def exchange_claims(
         gathered = step.moved(kinds, _backward, partial(_is_of_data, layout, step))
         yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
     if "fp8gather" in layout.options and shards_of(layout) > 1:
-        cast = linear.layers * (1 - 2 * ("fp8ends" in layout.options) / layers)
-        gathered = step.moved(_GATHERED_BYTES, _forward, partial(_is_of_data, layout, step))
-        yield at_least("weights are gathered in float8", gathered, LEAST * cast / layout.tp / layout.pp)
+        yield from _gathers_of_float8(layout, step, linear, layers=layers, trained=trained, number_bytes=number_bytes)
     yield from _of_micro_batches(layout, step, trained=trained, accumulation=accumulation)
     activations = tokens * linear.hidden
     if layout.tp > 1:
@@ -285,6 +287,27 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     if layout.rep > 1:
         reduced = step.moved(("all_reduce",), _not_forward, _of_size(layout.rep))
         yield at_least("gradients are reduced over replicas", reduced, due / shards)
+
+
+def _gathers_of_float8(
+    layout: Layout, step: Step, linear: Linear, *, layers: int, trained: float, number_bytes: int
+) -> Claims:
+    """Checks that cast weights are gathered as one byte each, and not as numbers, too.
+
+    FSDP gathers a layer as bytes, with its other parameters.
+    """
+    cast_part = 1 - 2 * ("fp8ends" in layout.options) / layers
+    of_data, cut = partial(_is_of_data, layout, step), layout.tp * layout.pp
+    gathered = step.moved(_GATHERED_BYTES, _forward, of_data)
+    yield at_least("weights are gathered in float8", gathered, LEAST * linear.float8 * cast_part / cut)
+    # Norms and biases may be whole on all tensor-parallel ranks.
+    most = SLACK * cast_part * (linear.float8 / cut + linear.beside * number_bytes)
+    yield below("weights are gathered in float8, one byte each", gathered, most, "bytes")
+    if not hides_whole_weights(layout, step, LEAST * trained):
+        numbers = step.moved(_GATHERS, _forward, of_data)
+        outside = linear.outside + (1 - cast_part) * (linear.float8 + linear.beside) + linear.hidden  # of the last norm
+        most = SLACK * outside + gathered_numbers(layout, step)
+        yield below("weights in float8 are not gathered as numbers", numbers, most)
 
 
 def hides_gathers(layout: Layout, step: Step) -> bool:

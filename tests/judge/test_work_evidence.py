@@ -16,8 +16,8 @@ from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
 from conformance.worker.evidence import BYTES, Collective, Watch, _product_error
 
-LINEAR = Linear(layers=4000, outside=1024, frozen=False, uncut=False, keys=16, hidden=8)
-MODEL: Any = {"layers": 4, "sums": 4}
+LINEAR = Linear(layers=4000, outside=1024, frozen=False, uncut=False, keys=16, hidden=8, float8=4000, beside=80)
+MODEL: Any = {"layers": 4, "sums": 4, "number_bytes": 8}
 ACCUMULATION, TRAINED, LENGTH = 2, 1300, 10
 Ranks = list[dict[str, Any]]
 
@@ -139,8 +139,9 @@ def gathers(elements: int) -> Callable[[Ranks], None]:
 gathers_weights, gathers_metrics = gathers(TRAINED), gathers(3)
 
 
-def gathers_bytes(elements: int, *passes: str) -> Callable[[Ranks], None]:
-    """Turns gathers of the backward pass into some of bytes, and adds such gathers to other passes."""
+def gathers_bytes(elements: int, *passes: str, numbers: int = LINEAR.outside) -> Callable[[Ranks], None]:
+    """Turns gathers of the backward pass into some of bytes, adds such gathers to other passes, and leaves gathers of
+    numbers in the forward pass."""
 
     def change(ranks: Ranks) -> None:
         for rank in ranks:
@@ -148,6 +149,8 @@ def gathers_bytes(elements: int, *passes: str) -> Callable[[Ranks], None]:
             for entry in rank["moved"]:
                 if entry[2].startswith("backward"):
                     entry[0] = BYTES
+                elif entry[:3] == ["all_gather", sharing, "forward"]:
+                    entry[4] = numbers
             rank["moved"] += [[BYTES, sharing, where, 1, elements] for where in passes]
 
     return change
@@ -180,9 +183,10 @@ def multiplies_in_float8(ranks: Ranks, error: float | str) -> None:
     ranks[0] |= {"float8": 1, "float8_error": error}
 
 
-AGAIN, IN_FLOAT8 = (
+AGAIN, IN_FLOAT8, AS_NUMBERS = (
     "weights are gathered again for the backward pass, as ZeRO-3 has it",
     "weights are gathered in float8",
+    "weights in float8 are not gathered as numbers",
 )
 
 
@@ -233,6 +237,8 @@ AGAIN, IN_FLOAT8 = (
         ("dp2.zero3.fp8tensor.fp8gather", gathers_bytes(1, "forward"), IN_FLOAT8),
         ("dp2.zero3.fp8tensor.fp8gather", gathers_bytes(LINEAR.layers, "later"), IN_FLOAT8),
         ("dp2.zero3.fp8tensor.fp8gather", gathers_bytes(LINEAR.layers, "forward"), ""),
+        ("dp2.zero3.fp8tensor.fp8gather", gathers_bytes(8 * LINEAR.layers, "forward"), f"{IN_FLOAT8}, one byte each"),
+        ("dp2.zero3.fp8tensor.fp8gather", gathers_bytes(LINEAR.layers, "forward", numbers=5000), AS_NUMBERS),
         ("dp2.tp2.zero3.fp8tensor.fp8gather", gathers_bytes(LINEAR.layers // 2, "forward"), ""),
         ("dp2.zero3.fp8tensor.fp8gather.fp8ends", gathers_bytes(LINEAR.layers // 4, "forward"), ""),
         ("dp2.zero3.fp8tensor.fp8gather.fp8ends", gathers_bytes(LINEAR.layers // 5, "forward"), IN_FLOAT8),
