@@ -138,7 +138,9 @@ def make_model(kind: str, folder: Path, **changes: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.12
-            parameter.copy_(1 + noise if parameter.ndim == 1 and name.endswith("weight") else noise)
+            is_scale = parameter.ndim == 1 and name.endswith("weight")
+            adds_one = kind == "Gemma3" and "vision_tower" not in name  # norms that multiply by 1 + weight
+            parameter.copy_(1 + noise if is_scale and not adds_one else noise)
     model.save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy(FIXTURES / "models" / "llama" / name, folder)
