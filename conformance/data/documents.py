@@ -23,7 +23,7 @@ from conformance.data.images import check_images
 from conformance.data.tokenizer import Documents, load_tokenizer
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import IMAGE, Batch, Document, Row
-from conformance.spec.observables import IN_PAIRS
+from conformance.spec.observables import IN_PAIRS, Reads
 from conformance.spec.scenario import DataConfig, Scenario
 
 LOOK_AHEAD = 1000  # documents; each document that is tried is tokenized
@@ -44,7 +44,7 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     """
     data = scenario.data
     in_pairs = scenario.objective.reads in IN_PAIRS
-    samples = _samples(scenario)
+    samples = samples_in_turn(data, scenario.objective.reads, seed=scenario.seed)
     tokenizer = load_tokenizer(model, trusted=scenario.trust_remote_code)
     documents = Documents(samples, data, tokenizer, likely=scenario.steps * data.rows)
     units = Units(documents, 2 if in_pairs else 1)
@@ -65,9 +65,8 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     return batches
 
 
-def _samples(scenario: Scenario) -> list[tuple[int, Sample]]:
-    """Reads the data set and shuffles it: (number in the data set, sample), with the two of a pair in turn."""
-    data, reads = scenario.data, scenario.objective.reads
+def samples_in_turn(data: DataConfig, reads: Reads, *, seed: int | None = None) -> list[tuple[int, Sample]]:
+    """Reads a data set: (number in the data set, sample), with the two of a pair in turn. ``seed``: shuffles it."""
     read: list[tuple[Sample, ...]]
     if reads == "preferences":
         read = [*read_preferences(data)]
@@ -75,7 +74,8 @@ def _samples(scenario: Scenario) -> list[tuple[int, Sample]]:
         readers = {"labelled answers": read_labelled, "labelled steps": read_steps}
         read = [(sample,) for sample in readers.get(reads, read_samples)(data)]
     numbered = list(enumerate(read, start=1))
-    random.Random(scenario.seed).shuffle(numbered)
+    if seed is not None:
+        random.Random(seed).shuffle(numbered)
     samples = [(number, sample) for number, together in numbered for sample in together]
     if reads != "labelled answers":
         return samples
@@ -128,15 +128,16 @@ def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> N
         )
 
 
-def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
-    """Returns all documents of a data set, in its order; see conformance.data.tokenizer.
+def load_documents(config: DataConfig, tokenizer: Any, reads: Reads = "samples") -> list[Document]:
+    """Returns all documents of a data set, in its order, those of a pair in turn; see conformance.data.tokenizer.
 
     Raises UsageError if the tokenizer cannot encode a sample, if ``config.max_len`` is too short, and if all documents
     are left out.
     """
-    samples = list(enumerate(read_samples(config), start=1))
+    samples = samples_in_turn(config, reads)
     documents = Documents(samples, config, tokenizer, likely=len(samples))
-    kept = [document for index in range(len(documents)) if (document := documents[index])]
+    units = Units(documents, 2 if reads in IN_PAIRS else 1)
+    kept = [document for index in range(len(units)) for document in units[index] or ()]
     documents.warn_of_length()
     if not kept:
         raise documents.none_left()

@@ -13,7 +13,10 @@ from conformance.core.errors import UsageError, one_line
 from conformance.data.forms import Sample, pair, read_samples
 from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, encode_prompt
 from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.objectives import Objective
+from conformance.spec.observables import IN_PAIRS
 from conformance.spec.scenario import DataConfig
+from conformance.spec.supervised import Sft
 from impl.checkpoints.training_state import DataPosition
 from impl.train.rewards import ARITHMETIC, FunctionReward, Reward
 
@@ -100,33 +103,42 @@ class Source(Protocol):
 
 @dataclass
 class DocumentSource:
-    """Makes rows of documents, one optimizer step at a time."""
+    """Makes rows of documents, one optimizer step at a time. The position counts documents, or pairs of them."""
 
     documents: Sequence[Document]
     data: DataConfig
     position: DataPosition
+    objective: Objective = field(default_factory=Sft)
 
     def next(self, step: int) -> Work:
-        rows = []
-        for index in range(self.data.rows):
-            documents, self.position = next_row(self.documents, self.position, self.data)
-            rows.append(Row(index, documents))
-        return Work(batches=[Batch(step, self.data.max_len, tuple(rows))])
+        size = together(self.objective)
+        rows: list[tuple[Document, ...]] = []
+        while len(rows) < self.data.rows:
+            documents, self.position = next_row(self.documents, self.position, self.data, size=size)
+            rows += [documents] if self.data.packed else [(document,) for document in documents]
+        batch = Batch(step, self.data.max_len, tuple(Row(i, documents) for i, documents in enumerate(rows)))
+        return Work(batches=self.objective.annotate([batch]))
+
+
+def together(objective: Objective) -> int:
+    """Returns how many consecutive documents stay in one micro-batch: 2 for pairs of answers."""
+    return 2 if objective.reads in IN_PAIRS else 1
 
 
 def next_row(
-    documents: Sequence[Document], position: DataPosition, data: DataConfig
+    documents: Sequence[Document], position: DataPosition, data: DataConfig, *, size: int = 1
 ) -> tuple[tuple[Document, ...], DataPosition]:
-    """Returns one document, or if packed the next documents as long as they fit, and the position after them."""
+    """Returns ``size`` documents, or if packed the next ones as long as they fit, and the position after them."""
     row: list[Document] = []
     while True:
         (number,), after = position.take(1)
-        if row and not fits(row, documents[number], data):
+        unit = documents[number * size : (number + 1) * size]
+        if row and not fits(row, unit, data):
             return tuple(row), position
-        row.append(documents[number])
+        row += unit
         position = after
 
 
-def fits(row: Sequence[Document], document: Document, data: DataConfig) -> bool:
-    """Returns whether a document fits into a row that has others."""
-    return data.packed and sum(len(one.tokens) for one in (*row, document)) <= data.max_len
+def fits(row: Sequence[Document], unit: Sequence[Document], data: DataConfig) -> bool:
+    """Returns whether documents that stay together fit into a row that has others."""
+    return data.packed and sum(len(one.tokens) for one in (*row, *unit)) <= data.max_len

@@ -19,6 +19,7 @@ from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
 from conformance.spec.objectives import AdvantageEstimator, LossMode
 from conformance.spec.precision import PRECISIONS, PrecisionName
+from conformance.spec.preferences import PreferenceLoss
 from impl.train.foreign_options import FOREIGN, endings
 from impl.train.rewards import ARITHMETIC, REWARDS, reward_name
 
@@ -26,22 +27,30 @@ COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",
     "grpo": "group-relative policy optimisation: rollouts of the policy, rewards, updates",
     "ppo": "proximal policy optimisation with a critic: rollouts of the policy, rewards, updates",
+    "dpo": "direct preference optimisation on chosen and rejected answers; --loss-type has its relatives, such as ORPO",
+    "kto": "Kahneman-Tversky optimisation on answers that are labelled as desired or not",
+    "reward": "a reward model of chosen and rejected answers",
+    "prm": "a process reward model of answers in labelled steps",
+    "distillation": "the distributions of a teacher, on inputs and outputs",
 }
 ROLLOUT = ("grpo", "ppo")
-EMBEDDED = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # data without --dataset
+REWARDED = ("reward", "prm")  # train a model with a value head, and no policy
+PAIRED = ("dpo", "kto", "reward")
+_POLICIES = tuple(command for command in COMMANDS if command not in REWARDED)
+_EVALUATED = ("sft", *ROLLOUT)
+DOCUMENTS = tuple(command for command in COMMANDS if command not in ROLLOUT)  # read what they train on from --dataset
+EMBEDDED = {  # data without --dataset
+    **dict.fromkeys(("sft", "distillation"), "data/word_problems.jsonl"),
+    **dict.fromkeys(ROLLOUT, ARITHMETIC),
+    **dict.fromkeys(("dpo", "reward"), "data/preferences.jsonl"),
+    "kto": "data/labelled_answers.jsonl",
+    "prm": "data/labelled_steps.jsonl",
+}
 SAME_SIZE = {"tensor_model_parallel_size": "fsdp_tensor_parallel_size", "ring_attn_size": "context_parallel_size"}
 ALTERNATIVES = (*SAME_SIZE.items(), ("max_steps", "max_epochs", "num_episodes"))  # only one of each may be given
 Value = str | int | float | bool | None
 _BY_WIDTH = tuple(tier.name for tier in sorted(PRECISIONS.values(), key=lambda tier: tier.compute.bytes))
 _TP = "give --tensor-model-parallel-size, which every backend has"
-
-
-def not_trained(kind: str) -> str:
-    """Says which objectives ``parity train`` has, to a user who asks for another one."""
-    return (
-        f"parity train has {', '.join(COMMANDS)}, and not {kind}, which backends are judged on: "
-        f"parity run --profile full --cells '{kind}*'; train with a library, and give its adapter to parity run"
-    )
 
 
 def written(name: str) -> str:
@@ -60,27 +69,35 @@ class TrainOptions:
 
     backend: Literal["deepspeed", "fsdp2", "megatron"] = option("training backend")
     # Models
-    pretrain: str = option("Hugging Face folder of the policy, and of the reference if there is one")
+    pretrain: str = option(
+        "Hugging Face folder of the policy, and of the reference if there is one; of a reward model: a value model "
+        "(score.weight), or a language model, which gets a new value head"
+    )
     critic_pretrain: str | None = option(
         "Hugging Face folder of the critic: a value model (score.weight), or a language model, which gets a "
         "new value head (default: as --pretrain)",
         commands=("ppo",),
     )
+    teacher_pretrain: str = option(
+        "Hugging Face folder of the teacher, of the same vocabulary", commands=("distillation",)
+    )
     trust_remote_code: bool = option("run Python code of model folders", default=False, in_recipe=False)
     # Data
     dataset: str | None = option("JSONL or Parquet file, or a saved Hugging Face dataset (default: embedded)")
-    eval_dataset: str | None = option("held-out data, in the same form (default: none)")
+    eval_dataset: str | None = option("held-out data, in the same form (default: none)", commands=_EVALUATED)
     split: str | None = option("split of a saved dataset that has several (default: none)")
-    eval_split: str | None = option("the same, of --eval-dataset (default: none)")
+    eval_split: str | None = option("the same, of --eval-dataset (default: none)", commands=_EVALUATED)
     input_key: str = option("field of the input or prompt", default="question")
     output_key: str = option("field of the output or reference answer", default="answer")
     max_len: int = option("tokens of a row at most, prompt and response together", default=2048)
     packing_samples: bool = option("put several documents into a row", default=False)
     # Steps
-    train_batch_size: int = option("rows of an optimizer step, over all ranks", default=32)
-    micro_train_batch_size: int = option("rows of a forward pass of one rank", default=1)
+    train_batch_size: int = option(
+        "rows of an optimizer step, over all ranks; of dpo, kto and reward without packing pairs of rows", default=32
+    )
+    micro_train_batch_size: int = option("the same, of a forward pass of one rank", default=1)
     max_steps: int | None = option("optimizer steps (default: by --max-epochs or --num-episodes)")
-    max_epochs: int | None = option("passes over the data (default: 1)", commands=("sft",))
+    max_epochs: int | None = option("passes over the data (default: 1)", commands=DOCUMENTS)
     num_episodes: int | None = option("passes over the prompts (default: 1)", commands=ROLLOUT)
     seed: int = option("order of the data, sampling of responses, a new value head", default=0, least=0, most=2**32 - 1)
     # Optimizer
@@ -101,11 +118,14 @@ class TrainOptions:
     lora_rank: int | None = option(
         "train adapters of this rank (LoRA) on the frozen policy (default: none, the whole policy is trained)",
         most=2**16,
+        commands=_POLICIES,
     )
-    lora_alpha: int | None = option("adapters are scaled by this / rank (default: 16)", most=2**16)
-    target_modules: str | None = option("linear layers with an adapter, such as q_proj,v_proj (default: all-linear)")
+    lora_alpha: int | None = option("adapters are scaled by this / rank (default: 16)", most=2**16, commands=_POLICIES)
+    target_modules: str | None = option(
+        "linear layers with an adapter, such as q_proj,v_proj (default: all-linear)", commands=_POLICIES
+    )
     lora_save: Literal["adapter", "merged"] | None = option(
-        "--save-path gets the adapter beside the base, or merged into it (default: adapter)"
+        "--save-path gets the adapter beside the base, or merged into it (default: adapter)", commands=_POLICIES
     )
     # Ranks
     nproc_per_node: int | None = option("ranks to start (default: one per GPU; on the CPU, the fewest for the layout)")
@@ -148,7 +168,12 @@ class TrainOptions:
     n_samples_per_prompt: int = option("responses to each prompt", default=4, commands=ROLLOUT)
     micro_rollout_batch_size: int = option("responses that a rank samples at once", default=32, commands=ROLLOUT)
     generate_max_len: int = option("tokens of a response at most", default=1024, commands=ROLLOUT)
-    temperature: float = option("of sampling and of log-probs", default=1.0, above=0, commands=ROLLOUT)
+    temperature: float = option(
+        "of sampling and of log-probs; of both distributions of distillation",
+        default=1.0,
+        above=0,
+        commands=(*ROLLOUT, "distillation"),
+    )
     rollout_engine: str = option(
         "engine that samples responses: hf, or one that parity engine judges, such as vllm",
         default="hf",
@@ -161,7 +186,37 @@ class TrainOptions:
         "embedded arithmetic, else exact-answer)",
         commands=ROLLOUT,
     )
-    # Objective
+    # Objective: names of conformance/spec/preferences.py and supervised.py
+    loss_type: PreferenceLoss = option(
+        "loss of a pair; odds_ratio is that of ORPO", default="sigmoid", commands=("dpo",)
+    )
+    beta: float | None = option(
+        "of dpo and kto the strength of the constraint to the reference (default: 0.1); of distillation 0 is the "
+        "forward KL, 1 the reverse KL (default), between them the Jensen-Shannon divergence",
+        least=0,
+        commands=("dpo", "kto", "distillation"),
+    )
+    label_smoothing: float = option(
+        "probability that a label is wrong", default=0.0, least=0, most=0.5, commands=("dpo",)
+    )
+    reference_free: bool = option("log-probs instead of log-ratios", default=False, commands=("dpo",))
+    length_normalised: bool = option(
+        "the mean over the tokens of an answer instead of the sum", default=False, commands=("dpo",)
+    )
+    target_margin: float = option(
+        "subtracted from every margin; SimPO: gamma / beta, with --reference-free and --length-normalised",
+        default=0.0,
+        least=0,
+        commands=("dpo",),
+    )
+    sft_coef: float = option("factor of -log p of the chosen answers", default=0.0, least=0, commands=("dpo",))
+    desirable_weight: float = option("weight of desired answers", default=1.0, least=0, commands=("kto",))
+    undesirable_weight: float = option("weight of the others", default=1.0, least=0, commands=("kto",))
+    center_coef: float = option("factor of the squared sum of both scores", default=0.0, least=0, commands=("reward",))
+    top_k: int | None = option(
+        "the teacher's likeliest tokens alone (default: the whole vocabulary)", commands=("distillation",)
+    )
+    renormalise_top_k: bool = option("distributions over these tokens alone", default=True, commands=("distillation",))
     ppo_epochs: int = option("passes over a rollout", default=1, commands=ROLLOUT)
     eps_clip: float = option("the ratio is clipped to 1 -/+ this", default=0.2, above=0, commands=ROLLOUT)
     loss_mode: LossMode = option(
@@ -182,7 +237,7 @@ class TrainOptions:
     save_steps: int = option("updates between two checkpoints", default=100)
     async_save: bool = option("write checkpoints while the training continues", default=False)
     max_ckpt_num: int = option("checkpoints to keep", default=2)
-    eval_steps: int = option("updates between two evaluations", default=100)
+    eval_steps: int = option("updates between two evaluations", default=100, commands=_EVALUATED)
     logging: str | None = option(
         "file of JSON lines, one a step (default: log.jsonl in --ckpt-path, else in parity-train/DATE_TIME)"
     )
@@ -343,6 +398,8 @@ def resolve_options(given: Mapping[str, Value], recipe: Mapping[str, Value], com
         raise UsageError(f"--backend is missing; give one of {', '.join(FLAGS['backend'].choices)}")
     if options.pretrain is None:
         raise UsageError(f"--pretrain is missing; give the {FLAGS['pretrain'].help}")
+    if command == "distillation" and options.teacher_pretrain is None:
+        raise UsageError(f"--teacher-pretrain is missing; give the {FLAGS['teacher_pretrain'].help}")
     for name, flag in flags.items():
         flag.check(getattr(options, name))
         if explicit.get(name) and (reason := flag.unsupported.get(options.backend)):

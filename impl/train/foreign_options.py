@@ -7,7 +7,7 @@ _RESPONSES = "train_batch_size, which counts responses: that number of prompts x
 _ALL_ROWS = "train_batch_size, the rows of a step: --micro-train-batch-size x accumulation x data-parallel ranks"
 _LENGTH = "max_len, which counts prompt and response together"
 
-# The end of a foreign name (dotted in verl) -> the own option (or one for SFT | one for RL), and after a comma what
+# The end of a foreign name (dotted in verl) -> the own option (or several by commands, with |), and after a comma what
 # differs. Without an own option there is only a reason. Equal names are left out.
 FOREIGN = {
     # Models and data
@@ -62,6 +62,12 @@ FOREIGN = {
     **dict.fromkeys(
         ("reward_funcs", "remote_rm_url", "custom_reward_function.path", "custom_reward_function.name"), "reward"
     ),
+    **dict.fromkeys(("teacher_model_name_or_path", "teacher_model"), "teacher_pretrain"),
+    **dict.fromkeys(("ref_pretrain", "ref_model"), "pretrain, which the reference is loaded from, too"),
+    "rpo_alpha": "sft_coef",
+    "simpo_gamma": "target_margin, gamma / beta",
+    "center_rewards_coefficient": "center_coef",
+    "lmbda": ", distillation reads its texts from --dataset",
     **dict.fromkeys(("num_iterations", "num_ppo_epochs"), "ppo_epochs"),
     **dict.fromkeys(("epsilon", "cliprange", "clip_ratio"), "eps_clip"),
     "loss_type": "loss_mode",

@@ -1,6 +1,6 @@
-"""Runs the training loop of ``parity train``, the same for SFT, GRPO and PPO and for all backends.
+"""Runs the training loop of ``parity train``, the same for all objectives and all backends.
 
-A unit of work is an optimizer step of SFT, or a rollout with all its updates. After it the ranks agree whether to stop,
+A unit of work is an optimizer step, or a rollout with all its updates. After it the ranks agree whether to stop,
 to evaluate held-out data and to write a checkpoint (docs/explanations/checkpoints.md). Ctrl-C and SIGTERM stop a
 training where it can be resumed. impl/engine/trainer.py computes a step; the suite's cells judge it.
 """
@@ -50,6 +50,7 @@ from impl.train.setup import (
     evaluation_of,
     model_folders,
     read_inputs,
+    result_of,
     set_up,
     settings_of,
     source_of,
@@ -291,12 +292,12 @@ def train(config: TrainConfig) -> None:
         gc.freeze()  # else each full collection would traverse all objects of imports and set-up, for 0.2 s
         training.run()
         if backend.step >= scenario.steps and output.save_path:
-            policy = backend.models[POLICY.name]
+            model = backend.models[result_of(scenario.objective).name]
             if output.merged:
-                assert isinstance(policy, Adaptable)
-                policy.save_merged(output.save_path)
+                assert isinstance(model, Adaptable)
+                model.save_merged(output.save_path)
             else:
-                policy.save_model(output.save_path)
+                model.save_model(output.save_path)
             training.reporter.say(f"wrote the model {output.save_path}")
         backend.teardown()  # collective, so it is skipped if a rank has failed
 

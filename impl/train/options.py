@@ -23,10 +23,11 @@ from conformance.models.folder_checks import check_model_folder, runs_code
 from conformance.models.folders import weight_files
 from conformance.runner.environment import model_sizes
 from conformance.spec.layout import Layout
+from conformance.spec.objectives import BUILT_IN
 from conformance.spec.scenario import ALL_LINEAR, LoraConfig, Scenario, parse_scenario
 from impl.models.family_quirks import PLANNED
 from impl.train.config import OutputConfig, RolloutConfig, TrainConfig
-from impl.train.flags import EMBEDDED, TrainOptions, Value, written
+from impl.train.flags import EMBEDDED, PAIRED, ROLLOUT, TrainOptions, Value, flags_of, written
 from impl.train.plan import parameter_shapes
 from impl.train.rewards import ARITHMETIC, reward_of
 
@@ -52,6 +53,8 @@ def train_config(
     models = {role.name: model for role in scenario.objective.roles}
     if command == "ppo":
         models["critic"] = _model(options.critic_pretrain or options.pretrain, options, dry_run=dry_run)
+    if command == "distillation":
+        models["teacher"] = _model(options.teacher_pretrain, options, dry_run=dry_run)
     return TrainConfig(
         backend=backend,
         layout=layout,
@@ -59,7 +62,7 @@ def train_config(
         scenario=scenario,
         models=models,
         output=_output(options, under_torchrun=ranks is not None),
-        rollout=None if command == "sft" else _rollout(options),
+        rollout=_rollout(options) if command in ROLLOUT else None,
         eval_dataset=Path(_dataset(options.eval_dataset, command)) if options.eval_dataset is not None else None,
         eval_split=options.eval_split,
         eval_steps=options.eval_steps,
@@ -157,7 +160,7 @@ class _Batch:
 
     rows: of an optimizer step.
     accumulation: micro-batches of a step and rank.
-    mini_batches: steps of a pass over a rollout; 1 for SFT.
+    mini_batches: steps of a pass over a rollout; 1 without rollouts.
     """
 
     rows: int
@@ -175,8 +178,9 @@ class _Batch:
                 f"--train-batch-size {rows} is not a multiple of --micro-train-batch-size {micro} x {layout.dp} "
                 f"data-parallel ranks = {at_once}; use {f'{below} or ' if below else ''}{above}"
             )
-        if command == "sft":
-            return cls(rows=rows, accumulation=accumulation)
+        if command not in ROLLOUT:
+            is_split = command in PAIRED and not options.packing_samples
+            return cls(rows=rows * (2 if is_split else 1), accumulation=accumulation)
         prompts, samples = options.rollout_batch_size, options.n_samples_per_prompt
         responses = prompts * samples
         if options.packing_samples:
@@ -231,7 +235,7 @@ def _scenario(options: TrainOptions, command: str, *, model: Path, batch: _Batch
                 "warmup_steps": math.ceil(steps * options.lr_warmup_ratio),
                 "total_steps": steps,
             },
-            "objective": {"kind": command} if command == "sft" else _policy_gradient(options, command, batch),
+            "objective": (_policy_gradient if command in ROLLOUT else _of_documents)(options, command, batch),
             "lora": _lora(options, model),
         },
         source="the options",
@@ -271,13 +275,13 @@ def _dataset(path: str | None, command: str) -> str:
 
 def _steps(options: TrainOptions, command: str, data: str, batch: _Batch) -> int:
     """Returns the number of optimizer steps: the requested one, or the whole batches of the passes over the data."""
-    passes = "--max-epochs" if command == "sft" else "--num-episodes"
+    passes = "--num-episodes" if command in ROLLOUT else "--max-epochs"
     epochs = options.max_epochs or options.num_episodes
     if options.max_steps is not None:
         if epochs is not None:
             raise UsageError(f"--max-steps and {passes} both set the length of the training; give one of them")
         return _whole_rollouts(options.max_steps, options, command, batch)
-    if options.packing_samples and command == "sft":
+    if options.packing_samples and command not in ROLLOUT:
         raise UsageError(
             "--packing-samples: the number of rows in a pass over the data depends on its lengths; give --max-steps"
         )
@@ -285,17 +289,17 @@ def _steps(options: TrainOptions, command: str, data: str, batch: _Batch) -> int
         raise UsageError("the embedded arithmetic has no end; give --max-steps, or a --dataset")
     count = len(read_dataset(Path(data), split=options.split))
     samples = count * (epochs or 1)
-    each, what = (batch.rows, "train") if command == "sft" else (options.rollout_batch_size, "rollout")
+    each, what = (options.rollout_batch_size, "rollout") if command in ROLLOUT else (options.train_batch_size, "train")
     if samples < each:
         raise UsageError(
             f"{data} has {count} samples, but --{what}-batch-size is {each}; use --{what}-batch-size {count} or less, "
             f"or {passes} {-(-each // count)}"
         )
-    return samples // each if command == "sft" else samples // each * batch.mini_batches * options.ppo_epochs
+    return samples // each * (batch.mini_batches * options.ppo_epochs if command in ROLLOUT else 1)
 
 
 def _whole_rollouts(steps: int, options: TrainOptions, command: str, batch: _Batch) -> int:
-    if command == "sft":
+    if command not in ROLLOUT:
         return steps
     each = batch.mini_batches * options.ppo_epochs
     if steps % each:
@@ -305,6 +309,12 @@ def _whole_rollouts(steps: int, options: TrainOptions, command: str, batch: _Bat
             f"{options.ppo_epochs} epochs = {each} steps; use {f'{below} or ' if below else ''}{above}"
         )
     return steps
+
+
+def _of_documents(options: TrainOptions, command: str, batch: _Batch) -> dict[str, Any]:
+    """Returns an objective without rollouts, whose fields have the names of options."""
+    names = {one.name for one in dataclasses.fields(BUILT_IN[command])} & flags_of(command).keys()
+    return {"kind": command} | {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _policy_gradient(options: TrainOptions, command: str, batch: _Batch) -> dict[str, Any]:

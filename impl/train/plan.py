@@ -208,9 +208,10 @@ class Sampler:
     cache: int = 0
 
 
-def sampler_of(config: TrainConfig, policy: ModelMemory) -> Sampler:
+def sampler_of(config: TrainConfig, models: list[ModelMemory]) -> Sampler:
     if config.rollout is None:
         return Sampler()
+    policy = next(one for one in models if one.role == POLICY)
     sizes, compute = read_sizes(config.models[policy.role.name]), config.scenario.tier.compute.bytes
     prompts = min(config.rollout.at_once, config.rollout.prompts)
     tokens = prompts * config.rollout.n_samples_per_prompt * config.scenario.data.max_len
@@ -259,8 +260,7 @@ def plan(config: TrainConfig) -> str:
         f"({config.models[one.role.name]})"
         for one in models
     ]
-    policy = next(one for one in models if one.role == POLICY)
-    return "\n".join([*lines, "", *_table(models, sampler_of(config, policy))])
+    return "\n".join([*lines, "", *_table(models, sampler_of(config, models))])
 
 
 def _table(models: list[ModelMemory], sampler: Sampler) -> list[str]:

@@ -22,14 +22,13 @@ from safetensors import safe_open
 from conformance.backends.protocol import Unsupported, find_backend
 from conformance.core.errors import UsageError, shown
 from conformance.core.io import read_json
-from conformance.data.documents import check_vocabulary, load_documents
-from conformance.data.forms import read_samples
+from conformance.data.documents import check_vocabulary, load_documents, samples_in_turn
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.folder_checks import CONFIG, runs_code
 from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.objectives import BUILT_IN
-from conformance.spec.observables import POLICY
+from conformance.spec.objectives import Objective
+from conformance.spec.observables import POLICY, Role
 from conformance.spec.scenario import ADAPTER, DataConfig, Scenario, ScheduleConfig, scenario_to_json
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
@@ -41,9 +40,8 @@ from impl.models.export import check_target, write_folder
 from impl.models.lora import check_same, write_start
 from impl.objectives.policy_gradient import functions_of
 from impl.train.config import RolloutConfig, TrainConfig
-from impl.train.data import DocumentSource, Prompt, Source, fits, load_prompts
+from impl.train.data import DocumentSource, Prompt, Source, fits, load_prompts, together
 from impl.train.experience import RolloutSource, check_rollout, sample_responses, score, texts_of
-from impl.train.flags import COMMANDS, not_trained
 from impl.train.generation import Sampling, make_engine
 from impl.train.plan import parameter_shapes
 from impl.train.rewards import FunctionReward, Reward, reward_of
@@ -104,7 +102,7 @@ def check_inputs(config: TrainConfig) -> None:
         return
     for data in (config.scenario.data, held_out_data(config)):
         if data is not None:
-            read_samples(data)
+            samples_in_turn(data, config.scenario.objective.reads)
 
 
 def read_inputs(config: TrainConfig) -> DocumentInputs | PromptInputs:
@@ -129,8 +127,9 @@ def held_out_data(config: TrainConfig) -> DataConfig | None:
 
 def _documents(config: TrainConfig, data: DataConfig) -> list[Document]:
     """Returns all samples of a data set, in order, tokenized for the policy."""
-    model, trusted = config.models[POLICY.name], config.scenario.trust_remote_code
-    documents = load_documents(data, load_tokenizer(model, trusted=trusted))
+    scenario, model = config.scenario, config.models[result_of(config.scenario.objective).name]
+    trusted = scenario.trust_remote_code
+    documents = load_documents(data, load_tokenizer(model, trusted=trusted), scenario.objective.reads)
     check_vocabulary(documents, model, _vocabulary_size(model, trusted=trusted))
     return documents
 
@@ -182,7 +181,7 @@ def held_out_batches(documents: Sequence[Document], data: DataConfig) -> list[Ba
     """Returns each document once and in order, in batches of ``data.rows`` rows; filler rows have no targets."""
     rows: list[list[Document]] = []
     for document in documents:
-        if rows and fits(rows[-1], document, data):
+        if rows and fits(rows[-1], [document], data):
             rows[-1].append(document)
         else:
             rows.append([document])
@@ -219,14 +218,13 @@ def check(config: TrainConfig) -> None:
     """Raises UsageError for a configuration whose parts do not fit together."""
     scenario, layout = config.scenario, config.layout
     functions_of(scenario.objective)
-    if scenario.objective.kind not in COMMANDS and scenario.objective.kind in BUILT_IN:
-        raise UsageError(not_trained(scenario.objective.kind))
     if (ranks := dist.get_world_size()) != layout.world_size:
         raise UsageError(f"the layout {layout} needs {layout.world_size} ranks, but there are {ranks}; start as many")
-    if scenario.data.rows % (layout.dp * scenario.accumulation):
+    if scenario.data.rows % (parts := layout.dp * scenario.accumulation * scenario.rows_together):
+        pairs = " pairs of rows" if scenario.rows_together > 1 else ""
         raise UsageError(
             f"data.rows={scenario.data.rows} cannot be divided over dp={layout.dp} x accumulation="
-            f"{scenario.accumulation}; use a multiple of {layout.dp * scenario.accumulation}"
+            f"{scenario.accumulation}{pairs}; use a multiple of {parts}"
         )
     if missing := [role.name for role in scenario.objective.roles if role.name not in config.models]:
         raise UsageError(f"{scenario.objective.kind} also needs a model {missing[0]!r}; give its Hugging Face folder")
@@ -270,10 +268,15 @@ def check_save_path(config: TrainConfig) -> None:
     output = config.output
     if output.save_path is None:
         return
-    check_target(output.save_path, source=config.models[POLICY.name])
+    check_target(output.save_path, source=config.models[result_of(config.scenario.objective).name])
     for name, path in (("the log", output.log), ("ckpt_path", output.ckpt_path)):
         if path and path.resolve().is_relative_to(output.save_path.resolve()):
             raise UsageError(f"save_path {output.save_path} would replace {name}, which lies in it; give another one")
+
+
+def result_of(objective: Objective) -> Role:
+    """Returns the role whose model a training is for: the policy, or a reward model."""
+    return POLICY if POLICY in objective.roles else objective.roles[-1]
 
 
 def backend_class(name: str) -> type[ReferenceBackend]:
@@ -333,11 +336,13 @@ def source_of(
     config: TrainConfig, backend: ReferenceBackend, inputs: DocumentInputs | PromptInputs, device: str
 ) -> Source:
     """Returns the source of the training's work: documents, or rollouts of prompts."""
-    scenario, rollout, policy = config.scenario, config.rollout, config.models[POLICY.name]
+    scenario, rollout = config.scenario, config.rollout
     if isinstance(inputs, DocumentInputs):
-        position = DataPosition(seed=scenario.seed, documents=len(inputs.documents))
-        return DocumentSource(inputs.documents, scenario.data, position)
+        count = len(inputs.documents) // together(scenario.objective)
+        position = DataPosition(seed=scenario.seed, documents=count)
+        return DocumentSource(inputs.documents, scenario.data, position, scenario.objective)
     assert rollout is not None
+    policy = config.models[POLICY.name]
     sampling = Sampling(
         temperature=functions_of(scenario.objective).temperature,
         max_new_tokens=rollout.max_new_tokens,

@@ -147,7 +147,6 @@ def test_numbers_that_mean_nothing_are_refused(
     ("arguments", "words"),
     [
         (["lst"], "there is no command 'lst'; did you mean 'list'"),
-        (["train", "kto"], "parity train has sft, grpo, ppo, and not kto"),
         (["train", "srt"], "there is no command 'srt'; did you mean 'sft'"),
         (["run", "--profil", "quick"], "there is no option --profil; did you mean '--profile'"),
         (["run", "--prof", "quick"], "there is no option --prof; "),

@@ -26,6 +26,7 @@ PAGES = ("README.md", "docs/index.md", "docs/start", "docs/guides", "docs/explan
 SUBSTITUTES = {
     **dict.fromkeys(("path/to/hf-folder", "MODEL", "FOLDER"), str(ROOT / "fixtures/models/llama")),
     **dict.fromkeys(("train.jsonl", "FILE"), str(ROOT / "fixtures/data/word_problems.jsonl")),
+    "preferences.jsonl": str(ROOT / "fixtures/data/preferences.jsonl"),
     "CELL": "sft-packed/pangu/fsdp2/dp2/exact",
     "NAME": "cleared-gradients",
     "my-backend": "fsdp2",

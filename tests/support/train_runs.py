@@ -12,8 +12,8 @@ from conformance.runtime import Outcome, Pool
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
 from impl.train.config import OutputConfig, RolloutConfig, TrainConfig, to_json
+from impl.train.flags import EMBEDDED, ROLLOUT
 from impl.train.logging import read_log
-from impl.train.rewards import ARITHMETIC
 
 ADAMW = {"name": "adamw", "lr": 3e-3, "eps": 1e-8, "max_grad_norm": 1.0}
 OF_TIME = {"timing_s/update", "timing_s/rollout", "perf/tokens_per_second", "perf/peak_memory_bytes"}
@@ -22,7 +22,8 @@ OF_TIME = {"timing_s/update", "timing_s/rollout", "perf/tokens_per_second", "per
 def training(folder: Path, kind: str, *, backend: str = "fsdp2", layout: str = "dp2", **changes: Any) -> TrainConfig:
     """A tiny training in float64, of three updates; ``changes`` of the scenario, its ``data`` and ``objective``."""
     model = FIXTURES / "models" / changes.pop("model", "llama")
-    data = {"rows": 8, **({} if kind == "sft" else {"path": ARITHMETIC, "max_len": 32}), **changes.pop("data", {})}
+    of_kind = {"path": EMBEDDED[kind], "max_len": 32 if kind in ROLLOUT else 96}
+    data = {"rows": 8, **of_kind, **changes.pop("data", {})}
     values = {
         "name": "training",
         "model": str(model),
@@ -40,7 +41,7 @@ def training(folder: Path, kind: str, *, backend: str = "fsdp2", layout: str = "
         device="cpu",
         scenario=scenario,
         models={role.name: model for role in scenario.objective.roles},
-        rollout=None if kind == "sft" else RolloutConfig(prompts=2, n_samples_per_prompt=4, max_new_tokens=4),
+        rollout=RolloutConfig(prompts=2, n_samples_per_prompt=4, max_new_tokens=4) if kind in ROLLOUT else None,
         output=OutputConfig(log=folder / "log.jsonl"),
     )
 

@@ -1,6 +1,7 @@
 """Trainings in ranks: interrupted and resumed, the same in every layout and on every backend, and learning."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from train_runs import ADAMW, Trainings, assert_same, lines_of, training, writin
 from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
-from impl.train.config import TrainConfig, to_json
+from impl.train.config import OutputConfig, TrainConfig, to_json
 from impl.train.experience import IMPORTANCE, LOGPROB_GAP
+from impl.train.flags import REWARDED
+from impl.train.setup import is_value_model
 
 WORDS = FIXTURES / "data" / "word_problems.jsonl"
 
@@ -67,6 +70,36 @@ def test_a_training_goes_on_with_another_number_of_ranks(trainings: Trainings, t
 def test_a_training_has_the_same_numbers_on_other_ranks(trainings: Trainings, tmp_path: Path, kind: str) -> None:
     alone, cut = (trainings(training(tmp_path / layout, kind, layout=layout, steps=2)) for layout in ("dp1", "tp2"))
     assert_same(alone, cut, 1e-9)
+
+
+OTHER = {
+    "dpo": "deepspeed",
+    "kto": "megatron",
+    "reward": "deepspeed",
+    "prm": "megatron",
+    "distillation": "megatron",
+}
+
+
+@pytest.mark.parametrize("kind", ["dpo", *map(slow, ("kto", "reward", "prm", "distillation"))])
+@pytest.mark.parametrize("packed", [False, exhaustive(True)])
+def test_objectives_on_documents_have_the_same_numbers_on_other_backends(
+    trainings: Trainings, tmp_path: Path, kind: str, packed: bool
+) -> None:
+    """The first loss of a policy that is its reference is known: log 2 for DPO, 1/2 for KTO; a teacher differs."""
+    data = {"packed": packed, "max_len": 224}
+    one = training(tmp_path / "fsdp2", kind, steps=2, data=data)
+    if kind == "distillation":
+        one = replace(one, models={**one.models, "teacher": FIXTURES / "models" / "pangu"})
+    one = writing_to(one, save_path=tmp_path / "model")
+    other = replace(one, backend=OTHER[kind], output=OutputConfig(log=tmp_path / "other.jsonl"))
+    lines = trainings(one)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert_same(lines, trainings(other), 1e-9)
+    if known := {"dpo": math.log(2), "kto": 0.5}.get(kind):
+        assert lines[0]["train/loss"] == pytest.approx(known, rel=1e-12)
+        assert lines[1]["train/loss"] != pytest.approx(known, rel=1e-6)
+    assert is_value_model(tmp_path / "model") == (kind in REWARDED)
 
 
 @pytest.mark.exhaustive

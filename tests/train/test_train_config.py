@@ -22,21 +22,15 @@ from impl.models.loading import load_model
 from impl.train import worker
 from impl.train.config import from_json, to_json
 from impl.train.loop import ModelSize, Speed, Stop, crosses, model_size, peak_of
-from impl.train.setup import check, check_same_settings, check_save_path, is_value_model, settings_of, write_critic
+from impl.train.setup import check_same_settings, check_save_path, is_value_model, settings_of, write_critic
 
 MODELS = FIXTURES / "models"
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo", "ppo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "ppo", "dpo"])
 def test_a_configuration_survives_json(tmp_path: Path, kind: str) -> None:
     config = replace(training(tmp_path, kind, layout="dp2.tp2.seqpar"), options={"lr": 1e-3}, eval_dataset=tmp_path)
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
-
-
-@pytest.mark.parametrize("kind", ["dpo", "kto", "distillation"])
-def test_an_objective_that_is_only_judged_is_refused(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(UsageError, match=f"parity train has sft, grpo, ppo, and not {kind}"):
-        check(training(tmp_path, kind))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from conformance.spec.batch import Document
+from conformance.spec.preferences import PAIR, SIDE, Dpo
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
 from impl.train.data import DocumentSource
@@ -32,6 +33,26 @@ def test_an_epoch_has_every_document_once_and_the_next_one_another_order(packed:
     assert len(epochs) > 5
     assert all(Counter(epoch) == Counter(range(size)) for epoch in epochs)
     assert all(one != other for one, other in pairwise(epochs))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pairs_stay_together_in_a_row_or_in_two_rows_of_one_micro_batch(packed: bool) -> None:
+    position = DataPosition(seed=3, documents=len(DOCUMENTS) // 2)
+    of = DocumentSource(DOCUMENTS, DataConfig(packed=packed, rows=4, max_len=48), position, Dpo())
+    found = []
+    for step in range(10):
+        (batch,) = of.next(step).batches
+        for (row,) in batch.micro_batches(dp_rank=0, dp_size=4, accumulation=1) if packed else ():
+            assert len(row.documents) % 2 == 0
+        pairs = list(zip(batch.documents[::2], batch.documents[1::2], strict=True))
+        assert [(a.columns[PAIR], a.columns[SIDE], b.columns[SIDE]) for a, b in pairs] == [
+            (float(n), 1.0, -1.0) for n in range(len(pairs))
+        ]
+        found += [(a.tokens[0], b.tokens[0]) for a, b in pairs]
+    size = len(DOCUMENTS) // 2
+    assert all(b == a + 1 for a, b in found)
+    for start in range(0, len(found) - size, size):
+        assert Counter(a for a, _ in found[start : start + size]) == Counter(range(0, 2 * size, 2))
 
 
 @pytest.mark.parametrize("packed", [False, True])

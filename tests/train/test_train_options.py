@@ -382,7 +382,50 @@ def test_recipe_with_foreign_key_is_answered_in_its_own_names(tmp_path: Path) ->
 def test_foreign_names_lead_to_existing_options() -> None:
     own = {each for to in FOREIGN.values() for each in to.partition(", ")[0].split("|") if each}
     assert own <= FLAGS.keys()
-    assert not FOREIGN.keys() & FLAGS.keys()
+    for name in FOREIGN.keys() & FLAGS.keys():  # a command that has the option never answers with another one
+        assert not {*FLAGS[name].commands} & {*FLAGS[FOREIGN[name]].commands}
+
+
+@pytest.mark.parametrize("command", ["dpo", "kto", "reward", "prm", "distillation"])
+def test_objectives_on_documents_take_their_options(command: str) -> None:
+    said = {
+        "dpo": "--loss-type odds_ratio --reference-free --length-normalised --sft-coef 1.0 --lora-rank 2",
+        "kto": "--beta 0.3 --undesirable-weight 1.5",
+        "reward": "--center-coef 0.01",
+        "prm": "",
+        "distillation": "--teacher-pretrain models/llama --beta 0.5 --temperature 2.0 --top-k 8",
+    }
+    of_step = "--train-batch-size 6 --micro-train-batch-size 3"
+    config = config_of(command, "fsdp2", *TINY, *said[command].split(), *of_step.split())
+    objective, pairs = config.scenario.objective, command in ("dpo", "kto", "reward")
+    assert objective.kind == command
+    expected: dict[str, dict[str, Any]] = {
+        "dpo": {"loss_type": "odds_ratio", "reference_free": True, "length_normalised": True, "sft_coef": 1.0},
+        "kto": {"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.5},
+        "reward": {"center_coef": 0.01},
+        "prm": {},
+        "distillation": {"beta": 0.5, "temperature": 2.0, "top_k": 8, "renormalise_top_k": True},
+    }
+    assert {name: getattr(objective, name) for name in expected[command]} == expected[command]
+    assert (config.scenario.data.rows, config.scenario.accumulation) == (12 if pairs else 6, 2)
+    packed = config_of(command, "fsdp2", *TINY, *said[command].split(), *of_step.split(), "--packing-samples")
+    assert packed.scenario.data.rows == 6
+    assert {role.name for role in objective.roles} == config.models.keys()
+    if command == "distillation":
+        assert config.models["teacher"].name == "llama"
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "advice"),
+    [
+        ("distillation", "", "--teacher-pretrain is missing"),
+        ("dpo", "--loss-type robust", "robust corrects for label_smoothing"),
+        ("dpo", "--beta 0", "beta"),
+    ],
+)
+def test_wrong_objectives_on_documents_are_refused(command: str, said: str, advice: str) -> None:
+    with pytest.raises(UsageError, match=advice):
+        config_of(command, "fsdp2", *TINY, *said.split())
 
 
 def test_every_option_is_explained_and_takes_its_default() -> None:
