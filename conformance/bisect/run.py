@@ -37,6 +37,7 @@ from conformance.runner.attempt import TRACED
 from conformance.runner.phases import TraceFailed
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
+from conformance.spec.observables import MULTI_TOKEN
 from conformance.worker.activation_capture import read_issued
 
 NO_FINDING = "no quantity is outside its tolerance, so there is nothing to bisect; the verdict says why it differs"
@@ -194,6 +195,11 @@ def not_bisected(session: Session, cell: Cell) -> str:
         return (
             "its records keep sketches, and the reference begins a step with whole weights; bisect it with fewer "
             "layers of the same architecture"
+        )
+    if MULTI_TOKEN in cell.scenario.objective.roles:
+        return (
+            "modules for multi-token prediction run the embedding and the head again; bisect the scenario with the "
+            "objective sft"
         )
     (phase,) = cell.phases
     if "ckpt" in phase.layout.options:

@@ -108,9 +108,11 @@ def _linear(policy: Shapes, first: Shapes, layers: int) -> Linear:
     inner = {name for name in matrices if _LAYER.search(name)}
     embedding = next((shape for name, shape in policy.items() if name.endswith("embed_tokens.weight")), (0, 0))
     in_float8 = sum(math.prod(matrices[name]) for name in inner if not any(size % 16 for size in matrices[name]))
+    modules = sum(name.endswith("eh_proj.weight") for name in policy)  # for multi-token prediction; all share the head
     return Linear(
         layers=sum(math.prod(matrices[name]) for name in inner),
-        outside=sum(math.prod(shape) for name, shape in matrices.items() if name not in inner),
+        outside=sum(math.prod(shape) for name, shape in matrices.items() if name not in inner)
+        + modules * math.prod(embedding),
         frozen=is_lora,
         uncut=_sums(policy) < 2 * layers,
         keys=sum(shape[0] for name, shape in policy.items() if name.endswith(("k_proj.weight", "v_proj.weight"))),

@@ -251,7 +251,8 @@ class Architecture:
     c tanh(logits / c). padding_token: its embedding gets no gradient as an input (torch.nn.Embedding's padding_idx,
     which transformers always sets). value_head: a linear layer without bias maps the last hidden state to one number
     per token, instead of logits. lora: adapters, or None. router_loss: the factor of the load-balancing loss in the
-    loss of an optimizer step. not_judged: features of the published training that nothing here computes.
+    loss of an optimizer step. mtp: the layers of modules for multi-token prediction, which an objective may train.
+    not_judged: features of the published training that nothing here computes.
     """
 
     vocab_size: int
@@ -265,12 +266,13 @@ class Architecture:
     value_head: bool = False
     lora: Lora | None = None
     router_loss: float = 0.0
+    mtp: tuple[Layer, ...] = ()
     not_judged: tuple[str, ...] = ()
 
     @property
     def routers(self) -> tuple[MixtureOfExperts, ...]:
         """Returns the mixtures of experts, layer by layer; empty for a model without any."""
-        return tuple(u.feed_forward for u in self.layers if isinstance(u.feed_forward, MixtureOfExperts))
+        return tuple(u.feed_forward for u in (*self.layers, *self.mtp) if isinstance(u.feed_forward, MixtureOfExperts))
 
 
 CORRECTION = "e_score_correction_bias"  # the only buffer of a model; it is loaded and not trained
@@ -279,8 +281,12 @@ CORRECTION = "e_score_correction_bias"  # the only buffer of a model; it is load
 def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes of all parameters and buffers, in the model's order."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
-    for i, layer in enumerate(a.layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _layer_shapes(layer, a.hidden_size).items()}
+    for i, layer in enumerate((*a.layers, *a.mtp)):
+        own = _layer_shapes(layer, a.hidden_size)
+        if i >= len(a.layers):
+            own |= {f"{name}.weight": (a.hidden_size,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            own["eh_proj.weight"] = (a.hidden_size, 2 * a.hidden_size)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
     shapes["model.norm.weight"] = (a.hidden_size,)
     if a.value_head:
         shapes["score.weight"] = (1, a.hidden_size)

@@ -182,6 +182,21 @@ def deepseek_of(
     return replace(whole, layers=tuple(layers))
 
 
+def with_mtp(config: Config, whole: Architecture, layers: int) -> Architecture:
+    """Adds modules for multi-token prediction with the tensors of DeepSeek-V3, each with a layer like the last one.
+
+    ``layers``: the number of modules that the objective trains.
+    """
+    count = config.size("num_nextn_predict_layers", 0, least=0)
+    if config.model_type != "deepseek_v3" or whole.value_head:
+        raise config.error("has no modules for multi-token prediction; the objective mtp needs those of deepseek_v3")
+    if count != layers:
+        raise config.error(
+            f"has num_nextn_predict_layers={count}, and the objective mtp has mtp_num_layers={layers}; make them equal"
+        )
+    return replace(whole, mtp=whole.layers[-1:] * layers)
+
+
 def _groups_of(config: Config, moe: MixtureOfExperts, best: int) -> Grouped:
     config.demand("n_group", "topk_group")
     grouped = Grouped(groups=config.size("n_group"), chosen=config.size("topk_group"), best=best)

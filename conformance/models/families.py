@@ -26,21 +26,25 @@ from conformance.models.declarations import (
     router_loss_of,
     windows_of,
     with_experts,
+    with_mtp,
 )
 from conformance.models.folder_checks import code_remarks
 from conformance.models.hf_config import FULL, LINEAR, SLIDING, Config, rotary_by_kind
 
 
 def read_architecture(
-    model: Path, *, disable_dropout: bool = False, assume_inert: Collection[str] = ()
+    model: Path, *, disable_dropout: bool = False, assume_inert: Collection[str] = (), mtp_layers: int = 0
 ) -> Architecture:
     """Returns what the model in the Hugging Face folder ``model`` computes, for an objective with ``disable_dropout``.
 
-    ``assume_inert``: keys that the user says change nothing. Raises UsageError for an unreadable file, an unknown
+    ``assume_inert``: keys that the user says change nothing. ``mtp_layers``: the number of modules for multi-token
+    prediction that the objective trains. Raises UsageError for an unreadable file, an unknown
     model_type, a missing key, an impossible size, and any setting that is not implemented.
     """
     config = _config(model, disable_dropout=disable_dropout, assume_inert=assume_inert)
     architecture = FAMILIES[config.model_type](config)
+    if mtp_layers:
+        architecture = with_mtp(config, architecture, mtp_layers)
     config.finish()
     remarks = (*config.not_judged, *code_remarks(model), *_updates_of_others(architecture))
     return replace(architecture, not_judged=remarks)
@@ -226,7 +230,7 @@ def _deepseek_v2(config: Config) -> Architecture:
 def _deepseek_v3(config: Config) -> Architecture:
     """DeepSeek-V3: arXiv 2412.19437 section 2.1: latent attention, routed experts in groups, and shared ones.
 
-    transformers' code lacks its layers for multi-token prediction and its sequence-wise loss.
+    transformers' code lacks its sequence-wise loss, and has its layers for multi-token prediction in no forward pass.
     """
     config.demand("norm_topk_prob")
     config.must_be("topk_method", "noaux_tc")

@@ -26,6 +26,7 @@ LARGEST: dict[str, float] = {
     "num_key_value_heads": 2**12,
     "head_dim": 2**14,
     "num_hidden_layers": 2**12,
+    "num_nextn_predict_layers": 2**6,
     "max_window_layers": 2**12,
     "num_experts": 2**12,
     "num_local_experts": 2**12,

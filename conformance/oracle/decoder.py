@@ -191,7 +191,7 @@ def device_of(name: str, a: Architecture, devices: Sequence[str]) -> str:
     Parameters before the layers and a tied head are on the first device, parameters after the layers on the last one.
     """
     if layer := re.match(r"model\.layers\.(\d+)\.", name):
-        return devices[int(layer[1]) * len(devices) // len(a.layers)]
+        return devices[int(layer[1]) * len(devices) // (len(a.layers) + len(a.mtp))]
     return devices[0] if name == "model.embed_tokens.weight" else devices[-1]
 
 
@@ -231,7 +231,9 @@ def forward(
     """Returns logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
     With ``lengths``, the tokens are those of several documents, end to end, which do not attend to each other.
 
-    A value model returns one number per token, (T, 1), without soft-capping.
+    A value model returns one number per token, (T, 1), without soft-capping. A model with M modules for multi-token
+    prediction returns (1 + M, T, V): token i + 1 + k is predicted by the logits of module k at i (arXiv 2412.19437,
+    equations 21 to 23). Beyond the end of a document modules read token 0, and what they give there is to be ignored.
 
     The masters are cast inside autograd, so that their gradients have the master dtype. Each layer computes on the
     device of its weights; the result is on the device of the tokens. ``variant``: a known defect to reproduce. ``tap``
@@ -255,7 +257,9 @@ def forward(
         window: variant.hidden_keys(hidden_keys(len(tokens), window) | apart, window)
         for window in {layer.attention.window for layer in a.layers}
     }
-    for i, layer in enumerate(a.layers):
+
+    def layer_output(x: Tensor, i: int, layer: Layer, ahead: Tensor | None = None) -> Tensor:
+        """Runs layer ``i``, or with the embeddings ``ahead`` (T, D) the module for multi-token prediction there."""
         mark()
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
@@ -266,7 +270,13 @@ def forward(
             table = (cos.to(device), sin.to(device))
         module = in_products_of(policy.tokens, adapted(tap.inside(prefix), own, a.lora), own)
         module = variant.products(module, own, policy, layer=i, layers=len(a.layers))
-        x = decoder_layer(
+        if ahead is not None:
+            read, state = (
+                rms_norm(numbers, weight=own[f"{name}.weight"], norm=a.norm, policy=policy)
+                for name, numbers in (("enorm", ahead.to(device)), ("hnorm", x))
+            )
+            x = module("eh_proj", lambda both: both @ own["eh_proj.weight"].T, torch.cat([read, state], dim=-1))
+        y = decoder_layer(
             x,
             own,
             layer,
@@ -278,15 +288,26 @@ def forward(
             module=module,
             routing=routing,
         )
+        return y if ahead is None else rms_norm(y, weight=own["shared_head.norm.weight"], norm=a.norm, policy=policy)
+
+    for i, layer in enumerate(a.layers):
+        x = layer_output(x, i, layer)
     x = x.to(w["model.norm.weight"].device)
     x = tap.module("model.norm", partial(rms_norm, weight=w["model.norm.weight"], norm=a.norm, policy=policy), x)
     if a.value_head:
         return tap.module("score", lambda x: x @ w["score.weight"].T, x).to(tokens.device)
     head_VD = variant.head(embeddings_VD if a.tied else w["lm_head.weight"], w)
+    further = []
+    state = x
+    for k, layer in enumerate(a.mtp, 1):
+        of_documents = (F.pad(own[k:], (0, min(k, len(own)))) for own in tokens.split(lengths))
+        ahead = _embed(torch.cat([*of_documents]), weight=embeddings_VD, a=a, policy=policy)
+        state = layer_output(state, len(a.layers) - 1 + k, layer, ahead)
+        further.append((state.to(head_VD.device) @ head_VD.T).to(tokens.device))
     logits_TV = tap.module("lm_head", lambda x: x @ head_VD.T, x.to(head_VD.device)).to(tokens.device)
     if a.final_softcap is not None:
         logits_TV = torch.tanh(logits_TV / a.final_softcap) * a.final_softcap
-    return logits_TV
+    return torch.stack([logits_TV, *further]) if further else logits_TV
 
 
 def _embed(tokens: Tensor, weight: Tensor, a: Architecture, policy: Policy) -> Tensor:

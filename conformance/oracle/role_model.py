@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from conformance.core.errors import UsageError
 from conformance.models.components import Architecture, MixtureOfExperts, parameter_shapes
 from conformance.models.families import has_routers, is_written, read_architecture
 from conformance.models.folders import elements_of, weight_shapes
@@ -254,17 +255,28 @@ class Written:
 
 
 def read_decoder(
-    folder: Path, *, disable_dropout: bool = False, trusted: bool = False, assume_inert: Collection[str] = ()
+    folder: Path,
+    *,
+    disable_dropout: bool = False,
+    trusted: bool = False,
+    assume_inert: Collection[str] = (),
+    mtp_layers: int = 0,
 ) -> Decoder:
     """Returns the decoder of the Hugging Face folder ``folder``, for an objective with this ``disable_dropout``.
 
     ``trusted``: whether the folder's Python code may run, which only a second-class oracle needs. ``assume_inert``: see
-    Scenario. Raises UsageError for an unreadable folder and for a model that neither the oracle nor transformers can
+    Scenario. ``mtp_layers``: see read_architecture.
+
+    Raises UsageError for an unreadable folder and for a model that neither the oracle nor transformers can
     compute.
     """
     if is_written(folder):
-        architecture = read_architecture(folder, disable_dropout=disable_dropout, assume_inert=assume_inert)
+        architecture = read_architecture(
+            folder, disable_dropout=disable_dropout, assume_inert=assume_inert, mtp_layers=mtp_layers
+        )
         return Written(architecture=architecture)
+    if mtp_layers:
+        raise UsageError(f"{folder} has no modules for multi-token prediction that the oracle knows; use a deepseek_v3")
     # Importing transformers takes seconds, and most runs do not need it.
     from conformance.oracle.transformers_reference import TransformersDecoder
 
@@ -278,6 +290,7 @@ def decoder_of(scenario: Scenario, folder: Path) -> Decoder:
         disable_dropout=scenario.objective.disable_dropout,
         trusted=scenario.trust_remote_code,
         assume_inert=scenario.assume_inert,
+        mtp_layers=getattr(scenario.objective, "mtp_num_layers", 0),
     )
 
 

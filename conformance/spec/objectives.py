@@ -54,7 +54,7 @@ from conformance.spec.observables import (
     trained_observables,
 )
 from conformance.spec.preferences import Dpo, Kto, ProcessRewardModel, RewardModel
-from conformance.spec.supervised import Distillation, Sft
+from conformance.spec.supervised import Distillation, MultiToken, Sft
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 # Each is a function in the LOSS_MODES of the oracle and in those of impl.
@@ -314,6 +314,7 @@ BUILT_IN: dict[str, type[Any]] = {
     "kto": Kto,
     "prm": ProcessRewardModel,
     "distillation": Distillation,
+    "mtp": MultiToken,
 }
 
 

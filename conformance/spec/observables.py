@@ -9,15 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-Head = Literal["causal", "value"]
+Head = Literal["causal", "value", "multi-token"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
     """Describes the role of one model.
 
-    ``head``: ``causal`` gives logits over the vocabulary, ``value`` one number per token. A model that is not
-    ``trained`` is frozen. ``noise``: how far its weights are from those of the folder, relative.
+    ``head``: ``causal`` gives logits over the vocabulary, ``value`` one number per token, ``multi-token`` also the
+    logits of the tokens further ahead, from modules behind the decoder. A model that is not ``trained`` is frozen.
+    ``noise``: how far its weights are from those of the folder, relative.
     """
 
     name: str
@@ -28,13 +29,14 @@ class Role:
     @property
     def prefix(self) -> str:
         """Returns the prefix of the keys of this model's observables; empty for a policy or a reward model."""
-        return "" if self in (POLICY, REWARD) else self.name
+        return "" if self in (POLICY, REWARD, MULTI_TOKEN) else self.name
 
 
 POLICY = Role(name="policy")
 CRITIC = Role(name="critic", head="value")
 REWARD = Role(name="reward", head="value")
 REFERENCE = Role(name="reference", trained=False)
+MULTI_TOKEN = Role(name="policy", head="multi-token")
 
 # What an objective's data set holds
 Reads = Literal["samples", "preferences", "labelled answers", "labelled steps", "rollouts"]

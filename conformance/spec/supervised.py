@@ -1,4 +1,4 @@
-"""Configures objectives that read samples of texts: supervised fine-tuning and distillation."""
+"""Configures objectives that read samples of texts: fine-tuning, multi-token prediction and distillation."""
 
 import itertools
 from dataclasses import replace
@@ -9,7 +9,17 @@ from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT
 from conformance.spec.batch import Batch
-from conformance.spec.observables import LOGPROBS, LOSS, POLICY, TOKEN_COUNT, Observable, Reads, Role, rows
+from conformance.spec.observables import (
+    LOGPROBS,
+    LOSS,
+    MULTI_TOKEN,
+    POLICY,
+    TOKEN_COUNT,
+    Observable,
+    Reads,
+    Role,
+    rows,
+)
 
 Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 # With less noise, bf16 rounds a gradient of the divergence by as much as student and teacher differ.
@@ -81,6 +91,55 @@ class Sft:
             return batches
         weights = dict(enumerate(self.document_weights))
         return [_weighted(batch, weights.get(batch.step, 1.0)) for batch in batches]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MultiToken:
+    """Configures supervised fine-tuning with multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Module k predicts the token that is k further ahead than the next one, from the embedding of the token k ahead and
+    the hidden state of the module before (equations 21 to 23). It shares the embedding and the head of the model. All
+    tokens that it reads and predicts are of one document. The loss is that of ``sft`` plus mtp_loss_scaling_factor /
+    mtp_num_layers times the sum over k of the mean -log p of module k (equations 24 and 25). That mean is over the
+    target tokens that have a prediction at depth k, of the whole optimizer step; the paper divides by all tokens.
+
+    kind: the name of the objective. Options have the names of Megatron-LM.
+    mtp_num_layers: the number of modules, which is that of the model's folder (num_nextn_predict_layers).
+    mtp_loss_scaling_factor: the weight of their mean loss; 0.3 and then 0.1 in the paper's pre-training.
+    """
+
+    kind: Literal["mtp"] = "mtp"
+    mtp_num_layers: Annotated[int, Field(strict=True, ge=1, le=8)] = 1
+    mtp_loss_scaling_factor: Weight = 0.1
+
+    reads: ClassVar[Reads] = "samples"
+    disable_dropout: ClassVar[bool] = True
+    roles: ClassVar[tuple[Role, ...]] = (MULTI_TOKEN,)
+
+    @property
+    def depths(self) -> range:
+        return range(1, self.mtp_num_layers + 1)
+
+    def observables(self) -> tuple[Observable, ...]:
+        predictions = (
+            replace(rows(mtp_logprob(k), "multi-token log-probs"), required=False, effect_at="loss")
+            for k in self.depths
+        )
+        counts = (replace(TOKEN_COUNT, key=mtp_count(k), required=False, effect_at="loss") for k in self.depths)
+        return (LOGPROBS, *predictions, TOKEN_COUNT, *counts, replace(LOSS, made_of="logprob"))
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return batches
+
+
+def mtp_logprob(depth: int) -> str:
+    """Returns the key of log p of each target by the module at ``depth``; 0 for targets that it does not predict."""
+    return f"mtp_{depth}_logprob"
+
+
+def mtp_count(depth: int) -> str:
+    """Returns the key of the number of targets that the module at ``depth`` predicts."""
+    return f"mtp_{depth}_token_count"
 
 
 def _weighted(batch: Batch, weight: float) -> Batch:

@@ -6,7 +6,7 @@ from itertools import chain
 from conformance.backends.faults import Fault
 from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.float8 import FLOAT8_FAULTS
-from impl.faults.losses import DISTILLATION_FAULTS, PREFERENCE_FAULTS
+from impl.faults.losses import DISTILLATION_FAULTS, MTP_FAULTS, PREFERENCE_FAULTS
 from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS
 from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
@@ -117,6 +117,8 @@ SEAMS: Mapping[str, str] = {
     "answer_losses": "(margins, desired, objective) -> losses of labelled answers",
     "evaluate_answers": "(functions, model, outputs, inputs, *, totals, others) -> losses of labelled answers",
     # Distillation
+    "further_ahead": "(micro-batch, depth) -> it with the tokens and labels that a module at this depth reads",
+    "evaluate_modules": "(functions, model, outputs, inputs, *, totals, others) -> losses with multi-token prediction",
     "divergences": "(student's logits, teacher's, objective, group) -> divergence of each token",
     "divergence_terms": "(log q, log p, beta) -> what each token of the vocabulary adds to a divergence",
     "scaled_logits": "(logits, temperature) -> logits of the student (with a gradient) or the teacher, divided by it",
@@ -161,6 +163,7 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "Tensor and pipeline parallelism": MODEL_PARALLEL_FAULTS,
     "Rollouts, GRPO and PPO": RL_FAULTS,
     "Preferences, reward models and KTO": PREFERENCE_FAULTS,
+    "Multi-token prediction": MTP_FAULTS,
     "Distillation": DISTILLATION_FAULTS,
     "Resuming from a checkpoint, a training state or an export": RESUME_FAULTS,
     "Merging adapters": MERGE_FAULTS,

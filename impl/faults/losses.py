@@ -1,4 +1,4 @@
-"""Plants faults in the losses of preferences, reward models, KTO and distillation: scores, margins, KLs, sums."""
+"""Plants faults in the losses of preferences, reward models, KTO, multi-token prediction and distillation."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,9 +10,10 @@ from torch import Tensor
 from conformance.backends.faults import FaultCells, Function
 from conformance.spec.preferences import PAIR, SIDE
 from impl.faults.declaration import RL_LAYOUTS, Faults, distilled
+from impl.interface.micro_batches import NO_TARGET
 from impl.objectives.preferences import answer_sums, log_ratios
 
-PREFERENCE_FAULTS, DISTILLATION_FAULTS = Faults(), Faults()
+PREFERENCE_FAULTS, MTP_FAULTS, DISTILLATION_FAULTS = Faults(), Faults(), Faults()
 MICRO_BATCHES = 3  # of a rank in a step of the scenario dpo
 
 
@@ -268,6 +269,79 @@ def weights_swapped(answer_losses: Function, margins: Tensor, desired: Tensor, o
     weights = objective.undesirable_weight, objective.desirable_weight
     swapped = replace(objective, desirable_weight=weights[0], undesirable_weight=weights[1])
     return answer_losses(margins, desired, swapped)
+
+
+_MTP = "arXiv 2412.19437, equation "
+
+
+def modules() -> FaultCells:
+    """Cells of multi-token prediction."""
+    return FaultCells(scenario="mtp", model="deepseek-v3-mtp", layouts={"megatron": "dp2"})
+
+
+@MTP_FAULTS.add(
+    summary="modules for multi-token prediction read and predict tokens of the next document in the row",
+    source="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1/megatron/core/transformer/"
+    "multi_token_prediction.py: roll_tensor without packed_seq_params",
+    stage="routing",
+    cells=modules(),
+    needs="packed documents",
+)
+def modules_across_documents(further_ahead: Function, inputs: Any, depth: int) -> Any:
+    one = torch.arange(inputs.positions.shape[1], device=inputs.positions.device).expand_as(inputs.positions)
+    return replace(further_ahead(replace(inputs, positions=one), depth), positions=inputs.positions)
+
+
+@MTP_FAULTS.add(
+    summary="modules shift the mask of targets once too often: the token before a span is trained, not its last one",
+    source="https://github.com/radixark/miles/pull/3219",
+    stage="multi-token log-probs",
+    cells=modules(),
+    needs="documents with tokens that are no targets",
+)
+def mask_shifted_again(further_ahead: Function, inputs: Any, depth: int) -> Any:
+    after = further_ahead(inputs, depth + 1)  # whose tokens the module predicts
+    return replace(further_ahead(inputs, depth), labels=after.tokens.where(after.targets, NO_TARGET))
+
+
+@MTP_FAULTS.add(
+    summary="modules for multi-token prediction train all tokens, also those of prompts",
+    source="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/6103",
+    stage="loss",
+    cells=modules(),
+    needs="documents with tokens that are no targets",
+)
+def modules_without_mask(further_ahead: Function, inputs: Any, depth: int) -> Any:
+    every = further_ahead(replace(inputs, labels=torch.zeros_like(inputs.labels)), depth + 1)
+    return replace(further_ahead(inputs, depth), labels=every.tokens.where(every.targets, NO_TARGET))
+
+
+@MTP_FAULTS.add(
+    summary="the losses of modules for multi-token prediction are added up with the whole factor instead of their mean",
+    source=f"{_MTP}25",
+    stage="loss",
+    cells=modules(),
+    needs="several modules",
+)
+def modules_added_up(evaluate_modules: Function, functions: Any, *given: Any, **sums: Any) -> Any:
+    o = functions.objective
+    scale = o.mtp_loss_scaling_factor * o.mtp_num_layers
+    return evaluate_modules(replace(functions, objective=replace(o, mtp_loss_scaling_factor=scale)), *given, **sums)
+
+
+@MTP_FAULTS.add(
+    summary="the loss of a module is divided by all targets, of which it predicts some only",
+    source="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1/megatron/core/models/gpt/gpt_model.py: "
+    "calculate_per_token_loss",
+    stage="loss",
+    cells=modules(),
+    needs="targets near the beginning of a document",
+)
+def modules_over_all_targets(
+    evaluate_modules: Function, functions: Any, model: str, outputs: Any, inputs: Any, *, totals: Any, others: Any
+) -> Any:
+    whole = dict.fromkeys(totals, totals["token_count"])
+    return evaluate_modules(functions, model, outputs, inputs, totals=whole, others=others)
 
 
 _GKD = "arXiv 2306.13649, equation 1"

@@ -6,12 +6,13 @@ The loop serves libraries that leave it to the caller; pipeline schedules do not
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from conformance.spec.batch import OF_INPUTS, PIXEL, Row
 from conformance.spec.supervised import Distillation
@@ -93,12 +94,26 @@ def collate(rows: Sequence[Row], *, multiple_of: int = 1) -> MicroBatch:
     return MicroBatch(tokens=tokens, labels=labels, positions=positions, real=real, columns=columns)
 
 
+def further_ahead(inputs: MicroBatch, depth: int) -> MicroBatch:
+    """Returns the micro-batch with the token and the label of the position ``depth`` further ahead at each position.
+
+    Beyond the end of a document there are token 0 and no target. Modules for multi-token prediction read these tokens.
+    """
+
+    def moved_up(numbers: Tensor, empty: int) -> Tensor:
+        return pad(numbers[:, depth:], (0, depth), value=empty)
+
+    inside = moved_up(inputs.positions, -1) == inputs.positions + depth
+    tokens, labels = moved_up(inputs.tokens, 0), moved_up(inputs.labels, NO_TARGET)
+    return replace(inputs, tokens=tokens.where(inside, 0), labels=labels.where(inside, NO_TARGET))
+
+
 def _tensor(values: Sequence[float] | float, dtype: type[np.generic]) -> torch.Tensor:
     """Converts one value or several to a tensor. numpy reads a tuple eight times as fast as torch does."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
-OutputName = Literal["logprobs", "entropy", "values", "targets", "distribution"]
+OutputName = Literal["logprobs", "entropy", "values", "targets", "distribution", "mtp_logprobs"]
 Wanted = frozenset[OutputName | Distillation]  # an objective stands for the output ``divergence``; see Outputs
 
 
@@ -115,6 +130,8 @@ class Outputs:
         padding and sharding, so its sum is the number of targets that the loss really covers.
     divergence: how far the distribution at each target is from the one that MicroBatch.kept has under ``distribution``,
         by the wanted objective. The output ``distribution`` is no field here: it is kept there, as this rank's logits.
+    mtp_logprobs: (rows, length, modules), for multi-token prediction: log p of the label of ``further_ahead`` by the
+        module at each depth from 1 on; 0 where there is no such target.
     routing, probabilities: (rows, length, routers, experts), for a mixture of experts, whatever was requested: the
         weight of each expert's output, 0 where the expert is not chosen, and the router's softmax.
     squares: (rows, length, routers), for a mixture of experts: log(sum exp(logits))^2 of each router.
@@ -125,6 +142,7 @@ class Outputs:
     values: Tensor | None = None
     targets: Tensor | None = None
     divergence: Tensor | None = None
+    mtp_logprobs: Tensor | None = None
     routing: Tensor | None = None
     probabilities: Tensor | None = None
     squares: Tensor | None = None

@@ -23,6 +23,7 @@ from conformance.models.folders import EMBEDDING, HEAD
 from conformance.spec.conventions import RoundedMasters, RouterLossByMicroBatch, TrainedPaddingToken, model_config
 from conformance.spec.known_defects import Defect, ExpectedDifference, PaddedSoftmax
 from conformance.spec.layout import Layout
+from conformance.spec.observables import MULTI_TOKEN
 from conformance.spec.precision import HALF_PRECISIONS, Precision
 from conformance.spec.scenario import LoraConfig, Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
@@ -250,6 +251,7 @@ class MegatronBackend(ReferenceBackend):
         "reduce_norms": "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
         "reduce_tie": "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
         "add_adapters": "impl.megatron.model:add_adapters",
+        "further_ahead": "impl.megatron.attention:further_ahead",
         "routers_of": "impl.megatron.gpt_model:number_routers",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
@@ -267,13 +269,15 @@ class MegatronBackend(ReferenceBackend):
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         try:
-            shape = read_shape(resolve(scenario.model))
+            shape = read_shape(resolve(scenario.model), multi_token=MULTI_TOKEN in scenario.objective.roles)
             for name in all_parameters(shape):
                 is_trained(name, shape, scenario.optimizer)
         except UsageError as error:
             return Unsupported(str(error))
         if shape.attention_dropout and not scenario.objective.disable_dropout:
             return Unsupported("dropout in attention not built in for megatron; set attention_dropout to 0.0")
+        if shape.mtp and layout.pp > 1:
+            return Unsupported("modules for multi-token prediction beside stages (pp) are not built in; use pp1")
         if scenario.optimizer.frozen and scenario.tier.is_half:
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         if scenario.lora and (refused := _adapters_refused(scenario, scenario.lora, layout, shape)):

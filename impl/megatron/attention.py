@@ -32,7 +32,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from impl.context_parallel.ring_attention import Ring, RingAttention
-from impl.interface.micro_batches import MicroBatch
+from impl.interface.micro_batches import MicroBatch, further_ahead
 from impl.interface.trainable import ContextConfig
 from impl.megatron.model_config import Latent, ModelShape
 from impl.megatron.moe_config import Mixture
@@ -44,7 +44,8 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
     """Describes the documents of a micro-batch on this rank.
 
     positions: int64 (rows, length), counted in the whole document, below ``bound``. ring: placement on context-parallel
-    ranks. routed: inputs of routers, None without experts. qkv_format: a batch of rows, because megatron-core's packed
+    ranks. routed: inputs of routers, None without experts. further: the tokens that each module for multi-token
+    prediction reads. qkv_format: a batch of rows, because megatron-core's packed
     format would undo the placement.
     """
 
@@ -53,6 +54,7 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
     bound: int = 0
     ring: Ring | None = None
     routed: Routed | None = None
+    further: Sequence[Tensor] = ()
 
 
 class RingCoreAttention(torch.nn.Module):
@@ -248,13 +250,15 @@ class ShardedMicroBatch:
     """Holds one rank's part of a micro-batch.
 
     index: number in the step. whole: the micro-batch with all tokens. own: the tokens of this context-parallel rank.
-    documents: the placement of these tokens.
+    documents: the placement of these tokens. further: these tokens as each module for multi-token prediction reads
+    them.
     """
 
     index: int
     whole: MicroBatch
     own: MicroBatch
     documents: Documents
+    further: Sequence[MicroBatch] = ()
 
 
 def sharded(
@@ -264,9 +268,11 @@ def sharded(
     *,
     mixture: Mixture | None = None,
     loss: StepLoss | None = None,
+    modules: int = 0,
 ) -> list[ShardedMicroBatch]:
     """Returns this rank's part of each micro-batch.
 
+    ``modules``: number of modules for multi-token prediction.
     With a pipeline all parts are padded to one length, because stages receive tensors of one size unless they send
     sizes (the option ``varlen``).
     """
@@ -275,12 +281,15 @@ def sharded(
         longest = max(own.tokens.shape[1] for own, _ in parts)
         parts = [ring.shard(whole, multiple=longest) for whole in inputs]
     sequence_parallel = "seqpar" in config.layout.options
+    further = [[ring.shard(further_ahead(whole, 1 + k))[0] for k in range(modules)] for whole in inputs]
     return [
         ShardedMicroBatch(
             index=index,
             whole=whole,
             own=own,
+            further=further[index],
             documents=Documents(
+                further=[one.tokens for one in further[index]],
                 positions=own.positions,
                 bound=max(whole.tokens.shape[1], ring.size * own.tokens.shape[1]),  # with the padding to one length
                 ring=placement,

@@ -15,10 +15,20 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
@@ -26,7 +36,7 @@ from conformance.backends.protocol import Cut, Traced, TracedModule
 from conformance.spec.layout import DROPOUT_RATE, Layout
 from conformance.spec.precision import BF16, F16, Precision
 from impl.interface.micro_batches import MicroBatch
-from impl.megatron.attention import DocumentRotary, RingCoreAttention, latent_config, place_latent
+from impl.megatron.attention import DocumentRotary, Documents, RingCoreAttention, latent_config, place_latent
 from impl.megatron.model_config import EPS, ModelShape, Stages
 from impl.megatron.moe_config import Mixture, expert_sizes
 from impl.megatron.router import StepTopKRouter, number_routers
@@ -98,6 +108,37 @@ class ValueHead(torch.nn.Linear):
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
+
+
+class MultiTokenModule(MultiTokenPredictionLayer):  # type: ignore[misc]
+    """Reads the tokens further ahead from the description of the micro-batch.
+
+    The library's own ``roll_tensor`` knows one row of documents, and one placement on context-parallel ranks.
+    """
+
+    def _get_embeddings(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Any,
+        hidden_states: Tensor,
+        packed_seq_params: Documents | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert packed_seq_params is not None
+        tokens = packed_seq_params.further[self.layer_number - 1]
+        return input_ids, position_ids, embedding(input_ids=tokens, position_ids=position_ids), hidden_states
+
+    def _checkpointed_forward(self, forward_func: Any, **inputs: Any) -> Tensor:
+        """Recomputes from the two activations; the library would save all arguments, of which some are no tensors
+        (docs/findings/megatron-mtp-recompute.md)."""
+        activations = {name: inputs.pop(name) for name in ("hidden_states", "decoder_input")}
+
+        def forward(hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
+            output: Tensor = forward_func(hidden_states=hidden_states, decoder_input=decoder_input, **inputs)
+            return output
+
+        output: Tensor = super()._checkpointed_forward(forward, **activations)
+        return output
 
 
 def transformer_config(
@@ -226,6 +267,8 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         vp_stage=chunk if stages.vpp > 1 else None,
+        # With ``mtp_num_layers`` in its configuration, the library would also compute the modules' loss.
+        mtp_block_spec=_modules(shape) if last and shape.mtp else None,
     )
     if not shape.latent:  # layers with latent attention have their own rotary embedding
         model.rotary_pos_emb = DocumentRotary(
@@ -254,6 +297,24 @@ def _layers(config: TransformerConfig, shape: ModelShape, layers: range) -> Tran
         specs = [engine_spec(shape, config.params_dtype) for _ in layers]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=FINAL_NORM)
     return TransformerBlockSubmodules(layer_specs=[layer_spec(shape, layer) for layer in layers], layer_norm=RMSNorm)
+
+
+def _modules(shape: ModelShape) -> ModuleSpec:
+    """Returns the spec of the modules for multi-token prediction, which give their hidden states one after another."""
+    parts = (
+        MultiTokenPredictionLayerSubmodules(
+            enorm=RMSNorm,
+            hnorm=RMSNorm,
+            eh_proj=ColumnParallelLinear,
+            transformer_layer=layer_spec(shape, shape.layers + number),
+            layer_norm=RMSNorm,
+        )
+        for number in range(shape.mtp)
+    )
+    specs = [ModuleSpec(module=MultiTokenModule, submodules=each) for each in parts]
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=specs)
+    )
 
 
 def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:

@@ -38,13 +38,15 @@ FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+# The parameters of a module for multi-token prediction beside those of its layer.
+MODULE = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
 INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 
 def layer_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
     """Lists Megatron's names of a layer's parameters, without the prefix ``decoder.layers.N.``.
 
-    Experts have global numbers.
+    Experts have global numbers. A module for multi-token prediction is a layer behind the last one.
     """
     return (
         "input_layernorm.weight",
@@ -54,6 +56,7 @@ def layer_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
         "pre_mlp_layernorm.weight",
         *_mlp_parameters(shape, layer),
         *_adapter_parameters(shape, layer),
+        *(MODULE if layer >= shape.layers else ()),
     )
 
 
@@ -96,7 +99,8 @@ def _mlp_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
 
 def all_parameters(shape: ModelShape) -> tuple[str, ...]:
     """Lists Megatron's names, with global numbers of layers and experts, of all parameters but a tied head."""
-    layers = [f"{_LAYER}{i}.{name}" for i in range(shape.layers) for name in layer_parameters(shape, i)]
+    numbers = range(shape.layers + shape.mtp)
+    layers = [f"{_LAYER}{i}.{name}" for i in numbers for name in layer_parameters(shape, i)]
     return (EMBEDDING, *layers, FINAL_NORM, *([] if shape.tied else [HEAD]))
 
 
@@ -367,6 +371,13 @@ def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, Mo
     return columns
 
 
+def _projection_of_module(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+    """Returns a rank's rows of the projection of an embedding and a hidden state."""
+    each = shape.hidden // tp.size
+    full = (shape.hidden, 2 * shape.hidden)
+    return (Part(name=f"{prefix}eh_proj.weight", shape=full, spans=(Span(tp.rank * each, 0, each),)),)
+
+
 def _whole(name: str, *sizes: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
     """Builds the entry of the tensor ``name`` of these sizes, whole on every rank."""
     return lambda prefix, shape, tp: (Part(name=prefix + name, shape=tuple(size(shape) for size in sizes)),)
@@ -391,6 +402,10 @@ _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
     CORRECTION: _whole("mlp.gate.e_score_correction_bias", _experts),
     "mlp.shared_experts.linear_fc1.weight": _gate_and_up_of_shared,
     "mlp.shared_experts.linear_fc2.weight": _down_of_shared,
+    "enorm.weight": _whole("enorm.weight", lambda shape: shape.hidden),
+    "hnorm.weight": _whole("hnorm.weight", lambda shape: shape.hidden),
+    "eh_proj.weight": _projection_of_module,
+    "final_layernorm.weight": _whole("shared_head.norm.weight", lambda shape: shape.hidden),
     "mlp.shared_experts.gate_weight": _whole(
         "mlp.shared_expert_gate.weight", lambda shape: 1, lambda shape: shape.hidden
     ),

@@ -56,7 +56,7 @@ from impl.megatron.model_config import read_shape, stages
 from impl.megatron.router import StepLoss, gathered, release
 from impl.megatron.tensors import ModelTensors, parameter_names, read_weights, release_trained, weight_tensors
 from impl.models.export import write_merged, write_model
-from impl.models.outputs import from_last_stage, outputs_of
+from impl.models.outputs import from_last_stage, outputs_of, token_statistics
 
 
 class ModelContext(Protocol):
@@ -101,7 +101,7 @@ class MegatronModel:
         Raises UsageError if the folder has another head, or weights that do not fit the model.
         """
         layout, self.source = self.context.config.layout, path
-        self.shape = read_shape(path)
+        self.shape = read_shape(path, multi_token=self.head == "multi-token")
         if self.shape.head != self.head:
             raise UsageError(
                 f"{path} has a {self.shape.head} head, but a {self.head} head is required; give another folder"
@@ -262,7 +262,10 @@ class MegatronModel:
         self.tokens = self.context.all_reduce(sum(int(one.targets.sum()) for one in inputs)) if self.per_token else 1
         scale = self.gradient_scale() * self.divided / (1 if self.per_token else self.context.config.layout.sp)
         loss = None if terms is None else StepLoss(terms=terms, scale=scale)
-        return sharded(inputs, self.context.ring, self.context.config, mixture=self.shape.mixture, loss=loss)
+        modules = self.shape.mtp
+        return sharded(
+            inputs, self.context.ring, self.context.config, mixture=self.shape.mixture, loss=loss, modules=modules
+        )
 
     @property
     def router_loss_factor(self) -> float:
@@ -278,17 +281,28 @@ class MegatronModel:
         start = parallel_state.get_tensor_model_parallel_rank() * width
         # Padding would take part in the softmax (docs/findings/megatron-padded-vocabulary.md).
         real = width if "shipped" in self.options else min(width, max(0, self.shape.vocab - start))
-        found = outputs_of(
-            result,
-            part.own,
-            head=self.head,
-            want=want,
-            temperature=temperature,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            vocab_start=start,
-            vocab_size=real,
-        )
+        group = parallel_state.get_tensor_model_parallel_group()
+        shard: dict[str, Any] = {"group": group, "vocab_start": start, "vocab_size": real}
+        further: list[Tensor] = []
+        if self.shape.mtp:
+            result, *further = self._by_depth(result)
+        found = outputs_of(result, part.own, head=self.head, want=want, temperature=temperature, **shard)
+        if "mtp_logprobs" in want:
+            pairs = zip(further, part.further, strict=True)
+            options = {**shard, "temperature": temperature, "entropy": False}
+            found = replace(
+                found, mtp_logprobs=torch.stack([token_statistics(z, m.labels, **options)[0] for z, m in pairs], dim=-1)
+            )
         return found.each(lambda numbers: self._whole(numbers, part))
+
+    def _by_depth(self, result: Tensor) -> list[Tensor]:
+        """Splits logits (rows, all lengths, V) into those of the model and of each module, (rows, length, V).
+
+        The modules' hidden states follow those of the model, with sequence parallelism in each rank's part.
+        """
+        parts = self.model_config.tensor_model_parallel_size if self.model_config.sequence_parallel else 1
+        depths = result.unflatten(1, (parts, 1 + self.shape.mtp, -1)).transpose(1, 2).flatten(2, 3)
+        return list(depths.unbind(1))
 
     def _whole(self, own: Tensor, part: ShardedMicroBatch) -> Tensor:
         """Gathers the numbers of all tokens of a micro-batch, (rows, length, ...), over context-parallel ranks."""

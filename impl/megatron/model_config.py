@@ -9,7 +9,7 @@ This module does not import Megatron.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -41,8 +41,8 @@ class Stages:
     chunks: tuple[range, ...]
 
     def owner(self, layer: int) -> tuple[int, int]:
-        """Returns pipeline rank and chunk number of a layer."""
-        index = next(i for i, chunk in enumerate(self.chunks) if layer in chunk)
+        """Returns pipeline rank and chunk number of a layer; modules for multi-token prediction follow the last one."""
+        index = next((i for i, chunk in enumerate(self.chunks) if layer in chunk), len(self.chunks) - 1)
         return index % self.pp, index // self.pp
 
     @property
@@ -242,7 +242,8 @@ class ModelShape:
     gradient where the token is an input. fused, sinks: see Family. rotary_share: share of a head's numbers, from the
     first one on, that rotary positions turn. attention_dropout: probability; only 0 or switched-off dropout is
     supported. mixture: experts, None without. latent: latent attention, in which head_dim is the width of queries and
-    keys; None for grouped queries. adapters: LoRA, None without.
+    keys; None for grouped queries. mtp: number of modules for multi-token prediction, which are numbered as layers
+    behind the last one; 0 unless the objective trains them. adapters: LoRA, None without.
     """
 
     layers: int
@@ -270,6 +271,7 @@ class ModelShape:
     head: Head = "causal"
     mixture: Mixture | None = None
     latent: Latent | None = None
+    mtp: int = 0
     adapters: Adapters | None = None
 
     @property
@@ -282,8 +284,11 @@ class ModelShape:
         return -(-self.vocab // multiple) * multiple
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """Reads the shape of the model in a Hugging Face folder. Raises UsageError for unsupported models."""
+def read_shape(folder: Path, *, multi_token: bool = False) -> ModelShape:
+    """Reads the shape of the model in a Hugging Face folder. Raises UsageError for unsupported models.
+
+    ``multi_token``: whether its modules for multi-token prediction are built.
+    """
     config = read_json(folder / "config.json")
     name = next(iter(config.get("architectures") or ()), None)
     if parts := LACKING.get(str(name).partition("For")[0]):
@@ -309,9 +314,19 @@ def read_shape(folder: Path) -> ModelShape:
     if missing := [feature for feature, is_needed in unsupported.items() if is_needed]:
         raise UsageError(f"{' and '.join(missing)} not built in for megatron; use fsdp2 or deepspeed")
     try:
-        return _shape(config, FAMILIES[family], head=head)
+        shape = _shape(config, FAMILIES[family], head=head)
+        return _with_modules(shape, config["num_nextn_predict_layers"]) if multi_token else shape
     except KeyError as error:
         raise UsageError(f"{folder}/config.json lacks the key {error.args[0]}; add it") from None
+
+
+def _with_modules(shape: ModelShape, count: int) -> ModelShape:
+    """Adds modules for multi-token prediction; each has a layer like the last one, and so experts if that one has."""
+    mixture = shape.mixture
+    if mixture and shape.layers - 1 in mixture.layers:
+        further = range(shape.layers, shape.layers + count)
+        mixture = replace(mixture, layers=(*mixture.layers, *further))
+    return replace(shape, head="multi-token", mtp=count, mixture=mixture)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

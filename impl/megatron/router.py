@@ -142,7 +142,8 @@ def chosen_in_groups(preferred: Tensor, groups: Groups, count: int) -> Tensor:
 
 def number_routers(chunk: Any, mixture: Mixture) -> None:
     """Numbers the routers of a GPTModel, and lets each layer pass the micro-batch to its router."""
-    for layer in chunk.decoder.layers:
+    modules = chunk.mtp.layers if chunk.mtp_process else ()
+    for layer in (*chunk.decoder.layers, *(module.transformer_layer for module in modules)):
         if (number := layer.layer_number - 1) in mixture.layers:
             layer.mlp.router.number = mixture.layers.index(number)
             layer.mlp.router.groups = mixture.groups

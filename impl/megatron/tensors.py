@@ -59,6 +59,11 @@ def parameter_names(chunk: Any) -> dict[str, str]:
             local, _, kind = name.removeprefix("decoder.layers.").partition(".")
             kind = _LOCAL_EXPERT.sub(lambda found: str(first_expert(chunk) + int(found[0])), kind)
             names[name] = f"decoder.layers.{numbers[int(local)]}.{_UNFUSED.get(kind, kind)}"
+        elif name.startswith("mtp.layers."):
+            local, _, kind = name.removeprefix("mtp.layers.").partition(".")
+            kind = kind.removeprefix("transformer_layer.")
+            kind = _LOCAL_EXPERT.sub(lambda found: str(first_expert(chunk) + int(found[0])), kind)
+            names[name] = f"decoder.layers.{chunk.config.num_layers + int(local)}.{kind}"
         else:
             names[name] = name
     return names
@@ -131,7 +136,10 @@ class ModelTensors:
     def own_parameters(self) -> Iterator[OwnParameter]:
         """Yields this rank's parameters, including a tied head if the embedding is on another stage."""
         for number, chunk in enumerate(self.chunks):
-            layers = self._stages.chunks[number * self._stages.pp + self._pp_rank]
+            index = number * self._stages.pp + self._pp_rank
+            layers = [*self._stages.chunks[index]]
+            if index == len(self._stages.chunks) - 1:
+                layers += range(self._shape.layers, self._shape.layers + self._shape.mtp)
             found = weight_tensors(chunk)
             for name in (EMBEDDING, FINAL_NORM, HEAD):
                 if name in found:

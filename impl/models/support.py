@@ -15,6 +15,7 @@ from conformance.core.host import resolve
 from conformance.models.folder_checks import Files, files_of, listed_ties, runs_code
 from conformance.spec.conventions import model_config
 from conformance.spec.layout import Layout
+from conformance.spec.observables import MULTI_TOKEN
 from conformance.spec.scenario import Scenario
 from impl.models.family_quirks import quirks_of
 
@@ -45,6 +46,11 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False,
         does not reach is found when it runs. Raises UsageError if that code has to be run and is not trusted, and if
         there is no causal language model.
     """
+    if MULTI_TOKEN in scenario.objective.roles:
+        return Unsupported(
+            "transformers builds modules for multi-token prediction for drafts only: its MtpModel fails if it is given "
+            "labels (docs/findings/transformers-mtp-loss.md); use megatron"
+        )
     shards_sequence = layout.sp * layout.ulysses > 1
     if layout.tp == 1 and not shards_sequence:
         return Supported()

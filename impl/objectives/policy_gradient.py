@@ -1,4 +1,4 @@
-"""Computes the columns of a rollout and the losses of micro-batches, for GRPO, PPO, SFT and distillation.
+"""Computes the columns of a rollout and the losses of micro-batches, for GRPO, PPO, SFT, MTP and distillation.
 
 FUNCTIONS has the functions of every objective.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from conformance.spec.batch import GIVEN, Batch, Document, Row
 from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
-from conformance.spec.supervised import TEACHER, Distillation
+from conformance.spec.supervised import TEACHER, Distillation, MultiToken, mtp_count, mtp_logprob
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate, kept_groups, overlong_penalty
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
@@ -317,6 +317,41 @@ class SftFunctions(Functions):
 
 
 @dataclass(frozen=True)
+class MultiTokenFunctions(Functions):
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.supervised.MultiToken."""
+
+    objective: MultiToken
+
+    def wants(self, model: str) -> Wanted:
+        return frozenset({"logprobs", "targets", "mtp_logprobs"})
+
+    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
+        documents = [document for row in rows for document in row.documents]
+        counts = {mtp_count(k): sum(sum(d.targets[1 + k :]) for d in documents) for k in self.objective.depths}
+        return {**super().totals(rows), **counts}
+
+    def evaluate(
+        self,
+        model: str,
+        outputs: Outputs,
+        inputs: MicroBatch,
+        *,
+        totals: Mapping[str, Tensor],
+        others: Mapping[str, Outputs],
+    ) -> Evaluation:
+        assert outputs.logprobs is not None
+        assert outputs.targets is not None
+        assert outputs.mtp_logprobs is not None
+        loss = -outputs.logprobs.sum() / totals["token_count"]
+        rows = {"logprob": outputs.logprobs}
+        scale = self.objective.mtp_loss_scaling_factor / self.objective.mtp_num_layers
+        for k, logprobs in zip(self.objective.depths, outputs.mtp_logprobs.unbind(-1), strict=True):
+            loss = loss - scale * logprobs.sum() / totals[mtp_count(k)]
+            rows[mtp_logprob(k)] = logprobs.roll(k, dims=1)  # to the position that predicts the same token next
+        return Evaluation(loss=loss, values={"loss": loss, "token_count": outputs.targets.sum()}, rows=rows)
+
+
+@dataclass(frozen=True)
 class DistillationFunctions(Functions):
     """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.supervised.Distillation."""
 
@@ -361,6 +396,7 @@ FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
     "kto": KtoFunctions,
     "prm": StepFunctions,
     "distillation": DistillationFunctions,
+    "mtp": MultiTokenFunctions,
 }
 
 

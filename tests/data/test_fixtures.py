@@ -62,6 +62,7 @@ def test_weights_are_made_again_bit_for_bit(remade: Path, name: str) -> None:
         "data/preferences.jsonl",
         "data/labelled_answers.jsonl",
         "data/labelled_steps.jsonl",
+        "data/documents.jsonl",
         "models/llama/tokenizer.json",
         *(f"models/{n}/config.json" for n in [*TINY, *ODD, "openpangu-embedded-7b", "llama-3-8b", "qwen3-8b"]),
         *(f"models/{name}/random_weights.toml" for name in ["openpangu-embedded-7b", *ODD]),
