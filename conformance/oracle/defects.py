@@ -5,6 +5,7 @@ conformance.spec.known_defects and conformance.spec.conventions describe them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from conformance.models.components import Architecture
 from conformance.oracle.float8 import WithFloat8Products
-from conformance.oracle.primitives import UNNAMED, Variant, Weights, in_order
+from conformance.oracle.primitives import UNNAMED, BalancedPart, Variant, Weights, in_order
 from conformance.spec.batch import Batch, Row
 from conformance.spec.conventions import (
     AdvantageEpsilon,
@@ -25,10 +26,12 @@ from conformance.spec.conventions import (
     MetricsByMicroBatch,
     RoundedMasters,
     RouterLossByMicroBatch,
+    RouterLossSoFar,
     SchedulePerRollout,
     TrainedPaddingToken,
 )
 from conformance.spec.known_defects import (
+    CountsByLastTokens,
     Defect,
     DividedGradients,
     DividedLoss,
@@ -276,8 +279,38 @@ class WithRouterLossByMicroBatch(Variant):
     def __init__(self, convention: RouterLossByMicroBatch) -> None:
         self._ranks, self._count = convention.data_ranks, convention.micro_batches
 
-    def balanced(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
-        return _micro_batches(batch, ranks=self._ranks, count=self._count)
+    def balanced(self, parts: Sequence[BalancedPart], batch: Batch) -> Sequence[BalancedPart]:
+        own = _micro_batches(batch, ranks=self._ranks, count=self._count)
+        return [BalancedPart(rows=rows, counted=rows, weight=1 / len(own)) for rows in own]
+
+
+class WithRouterLossSoFar(Variant):
+    """Balances the load of each router in each micro-batch of all ranks, by the counts of the micro-batches so far."""
+
+    def __init__(self, convention: RouterLossSoFar) -> None:
+        self._ranks, self._count = convention.data_ranks, convention.micro_batches
+
+    def balanced(self, parts: Sequence[BalancedPart], batch: Batch) -> Sequence[BalancedPart]:
+        own = _micro_batches(batch, ranks=self._ranks, count=self._count)  # those of the first rank, of the second, ...
+        together = [[row for rows in own[i :: self._count] for row in rows] for i in range(self._count)]
+        so_far = list(accumulate(together))
+        weight = 1 / (self._count * self._ranks)
+        return [
+            BalancedPart(rows=rows, counted=counted, weight=weight)
+            for rows, counted in zip(together, so_far, strict=True)
+        ]
+
+
+class WithCountsByLastTokens(Variant):
+    """Divides the counts of several micro-batches by the tokens of the last one, times their number."""
+
+    def balanced(self, parts: Sequence[BalancedPart], batch: Batch) -> Sequence[BalancedPart]:
+        factors = [_tokens(part.counted) / (i * _tokens(part.rows)) for i, part in enumerate(parts, start=1)]
+        return [replace(part, weight=part.weight * by) for part, by in zip(parts, factors, strict=True)]
+
+
+def _tokens(rows: Sequence[Row]) -> int:
+    return sum(len(document.tokens) for row in rows for document in row.documents)
 
 
 def _with_column(batch: Batch, name: str, of_row: Callable[[int], float]) -> Batch:
@@ -307,6 +340,8 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     EntropyByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "entropy_weight"),
     MetricsByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "metric_weight"),
     RouterLossByMicroBatch: WithRouterLossByMicroBatch,
+    RouterLossSoFar: WithRouterLossSoFar,
+    CountsByLastTokens: lambda _: WithCountsByLastTokens(),
     Float8Products: WithFloat8Products,
 }
 

@@ -130,24 +130,23 @@ class Balance:
         return len(self.counts) * terms / self.choosers**2
 
 
+@dataclass(frozen=True, kw_only=True)
 class LoadsOfPart:
-    """Sums the load of each router over the documents of a part of a step, such as a micro-batch."""
+    """Holds how often each router chose each expert, (X,), in a part of a step, such as a micro-batch.
 
-    def __init__(self, parts: int) -> None:
-        self._parts, self._tokens = parts, 0
-        self._counts: list[Tensor] = []
+    tokens: of those documents whose probabilities the part balances. weight: the factor of the part's loss.
+    """
 
-    def add(self, routing: Routing) -> None:
-        self._tokens += len(routing.weights[0])
-        counts = [own for own, _ in routing.loads]
-        self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)] if self._counts else counts
+    counts: tuple[Tensor, ...]
+    tokens: int
+    weight: float
 
     def loss(self, routing: Routing) -> Tensor:
         """Returns a document's share of the sum over routers of X sum_x f_x P_x, where f is divided by the experts per
-        token, as the mean over the parts of the step (arXiv 2101.03961, equations 4 to 6)."""
-        pairs = zip(self._counts, (own for _, own in routing.loads), strict=True)
-        terms = [len(counts) * (counts @ sums) / (counts.sum() * self._tokens) for counts, sums in pairs]
-        return torch.stack(terms).sum() / self._parts
+        token (arXiv 2101.03961, equations 4 to 6)."""
+        pairs = zip(self.counts, (own for _, own in routing.loads), strict=True)
+        terms = [len(counts) * (counts @ sums) / (counts.sum() * self.tokens) for counts, sums in pairs]
+        return self.weight * torch.stack(terms).sum()
 
 
 def feed_forward(

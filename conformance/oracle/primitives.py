@@ -176,6 +176,18 @@ def _yarn(plain: Tensor, rotary: Rotary, s: Yarn) -> Tensor:
     return slow * plain / s.factor + (1 - slow) * plain
 
 
+@dataclass(frozen=True, kw_only=True)
+class BalancedPart:
+    """Holds the rows whose load each router balances by itself, and the rows whose choices it counts for that.
+
+    weight: the factor of this part's loss.
+    """
+
+    rows: Sequence[Row]
+    counted: Sequence[Row]
+    weight: float
+
+
 class Variant:
     """Lets a defect replace intermediate values: each method receives a value and returns its replacement."""
 
@@ -207,7 +219,7 @@ class Variant:
         """Returns the rows of an optimizer step, split into micro-batches."""
         return parts
 
-    def balanced(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
+    def balanced(self, parts: Sequence[BalancedPart], batch: Batch) -> Sequence[BalancedPart]:
         """Returns the parts of a step in which each router balances its load by itself; none if all do it together."""
         return parts
 

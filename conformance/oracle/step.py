@@ -273,15 +273,22 @@ def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Ba
 def _loads(batch: Batch, model: Model, policy: Policy, variant: Variant) -> dict[int, LoadsOfPart]:
     """Counts the choices of each router in each part that the variant balances, by the index of a row of the part."""
     found: dict[int, LoadsOfPart] = {}
+    counts: dict[int, list[Tensor]] = {}  # by row, one for each router
     parts = variant.balanced((), batch) if model.decoder.router_loss and model.role.trained else ()
-    for rows in parts:
-        own = LoadsOfPart(len(parts))
-        for document in (document for row in rows for document in row.documents):
-            routing = model.routing(document)
-            assert routing is not None
-            model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant, routing=routing)
-            own.add(routing)
-        found |= {row.index: own for row in rows}
+    for part in parts:
+        for row in part.rows:
+            routings = [model.routing(document) for document in row.documents]
+            for document, routing in zip(row.documents, routings, strict=True):
+                assert routing is not None
+                model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant, routing=routing)
+            loads = [[count for count, _ in routing.loads] for routing in routings if routing is not None]
+            counts[row.index] = [torch.stack(of_router).sum(dim=0) for of_router in zip(*loads, strict=True)]
+        own = LoadsOfPart(
+            counts=tuple(sum(each) for each in zip(*(counts[row.index] for row in part.counted), strict=True)),
+            tokens=sum(len(document.tokens) for row in part.rows for document in row.documents),
+            weight=part.weight,
+        )
+        found |= {row.index: own for row in part.rows}
     return found
 
 

@@ -209,18 +209,35 @@ class MetricsByMicroBatch(_MeansOfMicroBatches):
     own_means: ClassVar[tuple[str, ...]] = ("ppo_kl", "ratio_mean")
 
 
+class _OwnRouterLoss(_MeansOfMicroBatches):
+    """Adds the library's own load-balancing loss, which a layout option turns on."""
+
+    stage: ClassVar[str] = "gradients"
+    option: ClassVar[str]
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        has_loss = self.option in layout.options and model_config(scenario).get("output_router_logits")
+        return replace(self, data_ranks=layout.data, micro_batches=scenario.accumulation) if has_loss else None
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RouterLossByMicroBatch(_MeansOfMicroBatches):
+class RouterLossByMicroBatch(_OwnRouterLoss):
     """Adds a load-balancing loss for each router, divided by the experts per token, as the mean over micro-batches and
     ranks, where the suite has one loss of the step over all routers."""
 
     kind: Literal["router-loss-by-micro-batch"] = "router-loss-by-micro-batch"
     words: ClassVar[str] = "a load-balancing loss of each router and micro-batch"
-    stage: ClassVar[str] = "gradients"
+    option: ClassVar[str] = "ownaux"
 
-    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
-        has_loss = "ownaux" in layout.options and model_config(scenario).get("output_router_logits")
-        return type(self)(data_ranks=layout.data, micro_batches=scenario.accumulation) if has_loss else None
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RouterLossSoFar(_OwnRouterLoss):
+    """Adds a load-balancing loss for each router and micro-batch, whose counts are those of all ranks in the step so
+    far, divided by the experts per token, as the mean over micro-batches, divided by the number of data ranks."""
+
+    kind: Literal["router-loss-so-far"] = "router-loss-so-far"
+    words: ClassVar[str] = "a load-balancing loss of each router with the counts of the step so far"
+    option: ClassVar[str] = "globalaux"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -310,6 +327,7 @@ OracleConvention = (
     | EntropyByMicroBatch
     | MetricsByMicroBatch
     | RouterLossByMicroBatch
+    | RouterLossSoFar
     | Float8Products
     | RoundedMasters
     | TrainedPaddingToken
@@ -328,6 +346,7 @@ KNOWN: Conventions = (
     EntropyByMicroBatch(),
     MetricsByMicroBatch(),
     RouterLossByMicroBatch(),
+    RouterLossSoFar(),
     *(RoundedMasters(precision=precision) for precision in PRECISIONS if precision in HALF_PRECISIONS),
     TrainedPaddingToken(),
     GeneratorsNotSaved(),

@@ -84,8 +84,16 @@ class LostEmbeddingGradient:
     kind: Literal["lost-embedding-gradient"] = "lost-embedding-gradient"
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CountsByLastTokens:
+    """Divides a router's counts of several micro-batches by the tokens of the last one, times their number."""
+
+    kind: Literal["counts-by-last-tokens"] = "counts-by-last-tokens"
+
+
 Defect = (
     OracleConvention
+    | CountsByLastTokens
     | PaddedSoftmax
     | ResummedHeadNorms
     | DividedGradients

@@ -158,11 +158,16 @@ OPTIONS: Mapping[str, Term] = {
         "the load-balancing loss of experts is the library's own, of each layer and micro-batch",
         "Megatron moe_aux_loss_coeff",
     ),
+    "globalaux": Term(
+        "the load-balancing loss of experts is the library's own, with the counts of all ranks and of the step so far",
+        "Megatron moe_router_load_balancing_type global_aux_loss",
+    ),
     "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
 ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself
 Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp"]
 FLOAT8: tuple[Float8Recipe, ...] = get_args(Float8Recipe)  # a layout has at most one
+OWN_BALANCE = ("ownaux", "globalaux")
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 _RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
 DROPOUT_RATE = 1e-15  # of the option dropout: float64 rounds the factor 1 / (1 - rate) to about 1
@@ -222,7 +227,11 @@ class Layout:
                 raise UsageError("option reentrant is a way to recompute activations; add ckpt or leave it out")
             if option in _RINGS and self.sp == 1:
                 raise UsageError(f"option {option} needs a ring; add sp2 or leave it out")
-        for kinds, what in ((_RINGS, "rings"), (FLOAT8, "recipes of float8")):
+        for kinds, what in (
+            (_RINGS, "rings"),
+            (FLOAT8, "recipes of float8"),
+            (OWN_BALANCE, "load-balancing losses"),
+        ):
             if len(found := [option for option in self.options if option in kinds]) > 1:
                 raise UsageError(f"options {', '.join(found)} are different {what}; keep one of them")
         if self.stride > 1 and not self.gathers:

@@ -130,6 +130,7 @@ SEAMS: Mapping[str, str] = {
     "z_loss": "(factor, tokens of the step, squares of real tokens and routers) -> a share of the routers' z-loss",
     "updated_bias": "(..., biases of routers, rate) -> biases after a step: up for experts with little load",
     "scale_router_loss": "(scale): sets the factor of a library's own load-balancing loss in each micro-batch",
+    "count_factor": "(choices before, choices now, micro-batches) -> factor of a library's loss with running counts",
     "choices_for": "(inputs, key of a forward pass) -> the inputs with the choices of experts to replay in it",
     "sorted_by_expert": "(chosen experts) -> positions in the order of their experts, and the token of each",
     "permute_tokens": "(tokens, ...) -> tokens in the order of their experts, and the data to undo the permutation",

@@ -59,6 +59,18 @@ def router_loss_not_averaged(scale_router_loss: Function, scale: Tensor) -> None
 
 
 @EXPERT_FAULTS.add(
+    summary="counts of experts of several micro-batches are divided by the tokens of one, times their number",
+    source="https://github.com/NVIDIA/Megatron-LM/issues/7213",
+    stage="gradients",
+    cells=sft("sft-packed", "qwen3-moe", megatron="dp2.globalaux", only=OWN_CHOICES),
+    blind=("loss",),
+    needs="accumulation of 2 or more and the option globalaux",
+)
+def counts_by_last_tokens(count_factor: Function, before: Tensor, now: Tensor, steps: Tensor) -> Tensor:
+    return torch.ones_like(count_factor(before, now, steps))
+
+
+@EXPERT_FAULTS.add(
     summary="weights of the chosen experts are divided by their sum where the model does not, or the reverse",
     source="https://github.com/databricks/megablocks/pull/87",
     stage="routing",

@@ -134,7 +134,9 @@ class Fsdp2Backend(ReferenceBackend):
             return Unsupported("only DeepSpeed has Ulysses; use context parallelism (sp) instead")
         if layout.zero is not None:
             return Unsupported("FSDP2 has no ZeRO stages and shards everything, as ZeRO-3 does; leave the stage out")
-        if foreign := [option for option in ("buckets", "pertoken", "ownopt", "ownaux") if option in layout.options]:
+        if foreign := [
+            option for option in ("buckets", "pertoken", "ownopt", "ownaux", "globalaux") if option in layout.options
+        ]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if "manual" in layout.options and (layout.rep == 1 or "lastsync" in layout.options):
             return Unsupported(

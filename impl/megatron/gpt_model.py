@@ -216,9 +216,10 @@ def _mixture(mixture: Mixture, layout: Layout, tier: Precision, bias_rate: float
     """Returns the settings of a mixture of experts.
 
     No token is dropped. Tensor parallelism shards experts like any MLP, unless they have biases. The library's
-    load-balancing loss is off without the option ``ownaux``; impl.megatron.router adds the loss of the whole step.
+    load-balancing loss is off without the option ``ownaux`` or ``globalaux``; impl.megatron.router adds the loss of the
+    whole step.
     """
-    own = "ownaux" in layout.options
+    own = "aux_loss" if "ownaux" in layout.options else "global_aux_loss" if "globalaux" in layout.options else ""
     sizes = expert_sizes(layout, whole=bool(mixture.clamped))
     return {
         "num_moe_experts": mixture.experts,
@@ -227,7 +228,7 @@ def _mixture(mixture: Mixture, layout: Layout, tier: Precision, bias_rate: float
         "moe_router_pre_softmax": not mixture.normalised,  # False: a softmax over the chosen experts
         "moe_router_dtype": None if tier.is_exact else "fp32",
         "moe_enable_routing_replay": True,
-        "moe_router_load_balancing_type": "aux_loss" if own else "none",
+        "moe_router_load_balancing_type": own or "none",
         "moe_aux_loss_coeff": mixture.loss_factor if own else 0.0,
         "moe_shared_expert_intermediate_size": mixture.shared,
         "moe_shared_expert_gate": mixture.shared is not None and mixture.shared_gate,

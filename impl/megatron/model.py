@@ -22,6 +22,7 @@ from torch import Tensor
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
 from conformance.core.errors import UsageError
 from conformance.models.folders import weight_files
+from conformance.spec.layout import OWN_BALANCE
 from conformance.spec.observables import Head
 from conformance.spec.scenario import WEIGHTS_FILE, OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import RingAttention
@@ -53,7 +54,7 @@ from impl.megatron.gpt_model import (
 from impl.megatron.hf_mapping import all_parameters, check_weights, is_trained
 from impl.megatron.lora import add_adapters, with_adapters
 from impl.megatron.model_config import read_shape, stages
-from impl.megatron.router import StepLoss, gathered, release
+from impl.megatron.router import StepLoss, correct_running_counts, gathered, release
 from impl.megatron.tensors import ModelTensors, parameter_names, read_weights, release_trained, weight_tensors
 from impl.models.export import write_merged, write_model
 from impl.models.outputs import from_last_stage, outputs_of, token_statistics
@@ -113,6 +114,8 @@ class MegatronModel:
         )
         with self.context.placed():
             chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
+            if "globalaux" in self.options and "shipped" not in self.options:
+                correct_running_counts(chunks)
             if chunks[0].pre_process and self.shape.padding_token is not None and "shipped" not in self.options:
                 leave_padding_token(chunks[0], self.shape.padding_token)
         return torch.nn.ModuleList(chunks).train()
@@ -269,7 +272,7 @@ class MegatronModel:
 
     @property
     def router_loss_factor(self) -> float:
-        own = "ownaux" in self.options
+        own = set(OWN_BALANCE) & set(self.options)
         return self.shape.mixture.loss_factor if self.shape.mixture and not own else 0.0
 
     def _outputs(self, result: Tensor, part: ShardedMicroBatch, *, want: Wanted, temperature: float) -> Outputs:

@@ -11,7 +11,7 @@ the place of its results travel with the micro-batch's ``Documents``; a hook of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,8 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
     number: int
     routed: Routed
     groups: Groups | None
+    corrects_counts = False
+    _choices_before: Tensor
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         sigmoid = self.score_function == "sigmoid"
@@ -85,6 +87,8 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
         self.router_replay.router_replay_action = None if given is None else RouterReplayAction.REPLAY_FORWARD
         if self.is_aux_loss_enabled():
             padding_mask = ~self.routed.real
+        if self.corrects_counts:
+            self._choices_before = self.global_tokens_per_expert.sum()
         weights, chosen = super().routing(logits, padding_mask)
         logits = logits.view(-1, logits.shape[-1])
         squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
@@ -97,6 +101,20 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
             share = loss.terms.share(*observed)
             weights = MoEAuxLossAutoScaler.apply(weights, share * loss.scale)
         return weights, chosen
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, coefficient: float, loss: Tensor, *more: Any, **options: Any
+    ) -> Tensor:
+        """Adds the library's loss, whose running counts are divided by all tokens that they are of.
+
+        The library divides by the tokens of the last micro-batch (docs/findings/megatron-running-counts.md).
+        """
+        if self.corrects_counts:
+            now = self.global_tokens_per_expert.sum()
+            loss = loss * count_factor(self._choices_before, now, self.ga_steps)
+        return cast(
+            "Tensor", super().attach_and_log_load_balancing_loss(activation, coefficient, loss, *more, **options)
+        )
 
     def _given(self, probabilities: Tensor) -> Tensor | None:
         """Returns replayed choices (N, K), or choices in groups as in DeepSeek's models, or None for the library's.
@@ -148,6 +166,22 @@ def number_routers(chunk: Any, mixture: Mixture) -> None:
             layer.mlp.router.number = mixture.layers.index(number)
             layer.mlp.router.groups = mixture.groups
             layer.register_forward_pre_hook(_pass_documents, with_kwargs=True)
+
+
+def correct_running_counts(chunks: Sequence[Any]) -> None:
+    """Lets routers divide running counts by their own tokens, in float64 where weights are."""
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, StepTopKRouter)):
+        router.corrects_counts = True
+        for name in ("global_tokens_per_expert", "ga_steps"):
+            setattr(router, name, getattr(router, name).to(router.weight.dtype))
+
+
+def count_factor(before: Tensor, now: Tensor, steps: Tensor) -> Tensor:
+    """Returns the tokens of the last of ``steps`` micro-batches, times their number, by the tokens of all of them.
+
+    ``before``, ``now``: choices without and with those of the last micro-batch.
+    """
+    return (now - before) * steps / now
 
 
 def _pass_documents(layer: Any, _: Any, arguments: dict[str, Any]) -> None:

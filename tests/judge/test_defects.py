@@ -28,10 +28,12 @@ from conformance.spec.conventions import (
     MetricsByMicroBatch,
     RoundedMasters,
     RouterLossByMicroBatch,
+    RouterLossSoFar,
     SchedulePerRollout,
     TrainedPaddingToken,
 )
 from conformance.spec.known_defects import (
+    CountsByLastTokens,
     Defect,
     DividedGradients,
     DividedLoss,
@@ -64,6 +66,8 @@ ALL: tuple[Defect, ...] = (
     EntropyByMicroBatch(data_ranks=2, micro_batches=3),
     MetricsByMicroBatch(data_ranks=2, micro_batches=3),
     RouterLossByMicroBatch(data_ranks=2, micro_batches=3),
+    RouterLossSoFar(data_ranks=2, micro_batches=3),
+    CountsByLastTokens(),
     Float8Products(recipe="fp8row", ends=True, multiple=32, data_ranks=2, micro_batches=3),
 )
 
@@ -190,6 +194,21 @@ def test_micro_batches_of_data_ranks_run_at_once() -> None:
     variant = variant_of((ResummedHeadNorms(ranks=2, data_ranks=2, micro_batches=2),))
     parts = variant.micro_batches([BATCH.rows], BATCH)
     assert [[row.index for row in part] for part in parts] == [[0, 2], [1, 3]]
+
+
+def test_running_counts_are_of_all_ranks_and_of_the_micro_batches_so_far() -> None:
+    tokens = [sum(len(document.tokens) for document in row.documents) for row in BATCH.rows]
+    convention = RouterLossSoFar(data_ranks=2, micro_batches=2)
+    for defects, of_second in (
+        ((convention,), 1.0),
+        ((convention, CountsByLastTokens()), sum(tokens) / (2 * (tokens[1] + tokens[3]))),
+    ):
+        first, second = variant_of(defects).balanced((), BATCH)
+        assert [row.index for row in first.rows] == [row.index for row in first.counted] == [0, 2]
+        assert [row.index for row in second.rows] == [1, 3]
+        assert [row.index for row in second.counted] == [0, 2, 1, 3]
+        assert (first.weight, second.weight) == pytest.approx((1 / 4, of_second / 4), rel=1e-14)
+    assert tokens[0] + tokens[2] != tokens[1] + tokens[3]
 
 
 def test_divided_gradients_are_all_divided() -> None:

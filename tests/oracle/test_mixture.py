@@ -246,7 +246,7 @@ def test_the_noise_of_the_loss_that_balances_is_that_of_its_terms(shared: bool) 
 def test_each_router_balances_its_load_in_a_micro_batch() -> None:
     """Two documents of 3 and 2 tokens, two routers of four experts, in one of three micro-batches."""
     generator = torch.Generator().manual_seed(0)
-    tokens, routers, part = (3, 2), 2, LoadsOfPart(3)
+    tokens, routers = (3, 2), 2
     documents = [Routing() for _ in tokens]
     for routing, count in zip(documents, tokens, strict=True):
         for _ in range(routers):
@@ -254,7 +254,10 @@ def test_each_router_balances_its_load_in_a_micro_batch() -> None:
             probabilities = logits.softmax(dim=-1)
             chosen = probabilities.topk(2).indices
             routing.note(logits, probabilities, chosen, probabilities.gather(-1, chosen))
-        part.add(routing)
+    of_routers = zip(*([counts for counts, _ in routing.loads] for routing in documents), strict=True)
+    part = LoadsOfPart(
+        counts=tuple(torch.stack(one).sum(dim=0) for one in of_routers), tokens=sum(tokens), weight=1 / 3
+    )
     expected = 0.0
     for router in range(routers):
         loads = [routing.loads[router] for routing in documents]
