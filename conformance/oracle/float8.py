@@ -1,10 +1,11 @@
 """Models training in float8: operands are scaled, rounded to 8 bits, and multiplied without further error.
 
 Formats and saturation are those of Micikevicius et al. (arXiv 2209.05433, sections 3 and 4): e4m3 ends at 448 and e5m2
-at 57344, and numbers beyond the end become the end. The scale of a tensor, or of a row, maps its largest magnitude to
-the end of the format; with powers of two it is the next lower power. A scaled operand is a float32 number before it is
-rounded, to nearest with ties to even. In float64 two implementations of one recipe therefore round alike, and what is
-left is their mistakes.
+at 57344, and numbers beyond the end become the end. The scale of a tensor, a row, or a block of a row maps its largest
+magnitude to the end of the format; with powers of two it is the next lower power. Blocks are those of MXFP8 (Rouhani et
+al., arXiv 2310.10537), with scales as in Mishra et al. (arXiv 2506.08027). A scaled operand is a float32 number before
+it is rounded, to nearest with ties to even. In float64 two implementations of one recipe therefore round alike, and
+what is left is their mistakes.
 
 The noise run by the plain formula rounds what lies as near to a tie as the rounding of its dtype the other way. Other
 honest runs may round each of these either way.
@@ -41,9 +42,9 @@ class Recipe:
     """Says how the operands of the three products of a linear layer are cast.
 
     gradient: the format of gradients of outputs; inputs and weights are e4m3. by_row: a scale for each row of the first
-    operand and each column of the second, instead of one for a tensor. powers: scales are powers of two. whole_weight:
-    the weight has one scale in the product for the gradient of the input. of_weight: whether the product for the
-    gradient of the weight is in float8.
+    operand and each column of the second, instead of one for a tensor. block: with by_row, a scale for each so many
+    numbers of them; 0: for all. powers: scales are powers of two. whole_weight: the weight has one scale in the product
+    for the gradient of the input. of_weight: whether the product for the gradient of the weight is in float8.
     """
 
     gradient: Format
@@ -51,12 +52,19 @@ class Recipe:
     powers: bool
     whole_weight: bool
     of_weight: bool
+    block: int = 0
+
+    @property
+    def multiple(self) -> int:
+        """Returns the number that sizes of matrices have to be multiples of."""
+        return self.block or MULTIPLE
 
 
 RECIPES = {
     "fp8tensor": Recipe(gradient=E5M2, by_row=False, powers=False, whole_weight=True, of_weight=True),
     "fp8row": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=False, of_weight=True),
     "fp8rowhp": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=True, of_weight=False),
+    "fp8mx": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=False, of_weight=True, block=32),
 }
 
 
@@ -96,6 +104,10 @@ class Cast:
         """Returns the numbers that ``x`` has in float8, unscaled, in float32 or wider. ``dim``: along which a row has
         its scale."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.recipe.block:
+            blocks = wide.float().to(wide.dtype).unflatten(dim, (-1, self.recipe.block))
+            whole = replace(self, recipe=replace(self.recipe, block=0))
+            return whole(blocks, format, dim + 1).flatten(dim, dim + 1)
         scale = scale_of(wide, format, dim=dim if self.recipe.by_row else None, powers=self.recipe.powers)
         return (rounded(wide * scale, format, near=self.near) / scale).to(wide.dtype)
 
@@ -154,7 +166,7 @@ class WithFloat8Products(Variant):
 
         def run(name: str, function: Function, x: Tensor) -> Tensor:
             weight, bias = weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
-            if weight is None or weight.ndim != 2 or any(size % MULTIPLE for size in weight.shape):
+            if weight is None or weight.ndim != 2 or any(size % cast.recipe.multiple for size in weight.shape):
                 return module(name, function, x)
 
             def product(x: Tensor) -> Tensor:

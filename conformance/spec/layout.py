@@ -132,6 +132,11 @@ OPTIONS: Mapping[str, Term] = {
         "one scale for the weight",
         "torchao recipe rowwise_with_gw_hp",
     ),
+    "fp8mx": Term(
+        "linear layers multiply in MXFP8 (e4m3): each 32 numbers along the sum have a scale, a power of two by which "
+        "none of them becomes too large",
+        "torchao MXFP8Linear, recipe mxfp8_rceil",
+    ),
     "fp8ends": Term(
         "the first and the last layer multiply in the precision of the cell, not in float8",
         "Megatron first_last_layers_bf16",
@@ -165,7 +170,7 @@ OPTIONS: Mapping[str, Term] = {
     "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
 ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself
-Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp"]
+Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp", "fp8mx"]
 FLOAT8: tuple[Float8Recipe, ...] = get_args(Float8Recipe)  # a layout has at most one
 OWN_BALANCE = ("ownaux", "globalaux")
 _NEEDS_TP = ("plan", "seqpar", "losspar")

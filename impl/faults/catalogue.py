@@ -137,6 +137,7 @@ SEAMS: Mapping[str, str] = {
     # Float8
     "float8_config": "(recipe, *, emulate, gathers) -> torchao's configuration of linear layers",
     "cast_names": "(model, layout options) -> names of the linear layers that multiply in float8",
+    "cast_blocks": "(torchao's function, rows, float8 dtype, block, rounding, ...) -> scales of blocks, numbers",
     "agree_on_scales": "(model): computes the scales of weights that are gathered in float8, after an update",
     "cast_operand": "(tensor, dtype, layer's configuration, *, gemm_input_role, axiswise_dim, ...) -> it in float8",
     "axis_of_scale": "(axis, granularity) -> the axis along which a row has its scale, or None",

@@ -191,3 +191,27 @@ def weight_gradient_in_float8(float8_config: Function, *arguments: Any, **option
         cast_config_input_for_grad_weight=config.cast_config_input,
         cast_config_grad_output_for_grad_weight=config.cast_config_grad_output,
     )
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales of blocks are rounded down to powers of two, so that the largest numbers of a block saturate",
+    source="https://github.com/pytorch/ao/pull/3569, where an argument is missing and the default rounds down",
+    stage="log-probs",
+    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8mx", only=COARSE),
+    needs="fp8mx",
+)
+def block_scales_rounded_down(cast_blocks: Function, to_mx: Any, x: Tensor, dtype: Any, block: int, *_: Any) -> Any:
+    return cast_blocks(to_mx, x, dtype, block)
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales of blocks are transposed once too often",
+    source="https://github.com/vllm-project/vllm/pull/34824",
+    stage="log-probs",
+    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8mx", only=COARSE),
+    needs="fp8mx",
+)
+def block_scales_transposed(cast_blocks: Function, *arguments: Any) -> Any:
+    scales, numbers = cast_blocks(*arguments)
+    columns = scales.view(len(numbers), -1).T  # of blocks
+    return columns.reshape(scales.shape), numbers

@@ -118,6 +118,7 @@ class Fsdp2Backend(ReferenceBackend):
         "expert_divisor": "impl.fsdp2.expert_parallel:expert_divisor",
         "float8_config": "impl.fsdp2.float8:float8_config",
         "cast_names": "impl.fsdp2.float8:cast_names",
+        "cast_blocks": "impl.fsdp2.float8:cast_blocks",
         "agree_on_scales": "impl.fsdp2.model:agree_on_scales",
         "cast_operand": "torchao.float8.float8_linear:hp_tensor_to_float8_dynamic",
         "axis_of_scale": "torchao.float8.float8_linear:get_maybe_axiswise_dim",

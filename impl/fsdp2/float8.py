@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from conformance.numerics.determinism import without_modes
 from conformance.spec.conventions import model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SHAPE_MULTIPLE = 32  # this backend's rows are filled up to a multiple of it, and of tp
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of this
+BLOCK = 32  # numbers of MXFP8 that share a scale
 RECIPES = {"fp8tensor": "tensorwise", "fp8row": "rowwise", "fp8rowhp": "rowwise_with_gw_hp"}
 BESIDE = {
     "fp8ends",
@@ -51,6 +53,8 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
         return f"beside {recipe} only dp, rep and tp are built into this backend; leave other axes out"
     if others := {*layout.options} - BESIDE - {recipe}:
         return f"{', '.join(sorted(others))} is not built into this backend beside {recipe}; leave it out"
+    if recipe == "fp8mx" and layout.tp > 1:
+        return "torchao's layers in MXFP8 are not cut over tp; use tp1, or fp8row"
     if layout.tp > 1 and "plan" not in layout.options:
         return f"transformers' own plan does not cut layers in float8; add the layout option 'plan' beside {recipe}"
     if "fp8ends" in layout.options and config.get("num_hidden_layers", 0) < 3:
@@ -65,6 +69,9 @@ def cast_layers(model: "transformers.PreTrainedModel", layout: Layout, *, comput
     """
     if layout.float8 is None:
         return
+    names = cast_names(model, layout.options)
+    if layout.float8 == "fp8mx":
+        return _cast_blocks_of(model, names)
     from torchao.float8 import convert_to_float8_training  # only cells in float8 need torchao
 
     if compute == torch.float64:
@@ -74,7 +81,6 @@ def cast_layers(model: "transformers.PreTrainedModel", layout: Layout, *, comput
         device != "cpu" and compute != torch.float64 and (layout.float8 == "fp8tensor" or compute.itemsize == 2)
     )
     config = float8_config(layout.float8, emulate=not has_kernel, gathers="fp8gather" in layout.options)
-    names = cast_names(model, layout.options)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
 
 
@@ -99,12 +105,13 @@ def cast_names(model: "transformers.PreTrainedModel", options: Collection[str]) 
 
     layers = layers_of(model)
     within = layers[1:-1] if "fp8ends" in options else layers
+    multiple = BLOCK if "fp8mx" in options else MULTIPLE
     inner = {id(module) for layer in within for module in layer.modules()}
     return {
         name
         for name, module in model.named_modules()
         if id(module) in inner and isinstance(module, torch.nn.Linear)
-        if module.in_features % MULTIPLE == 0 == module.out_features % MULTIPLE
+        if module.in_features % multiple == 0 == module.out_features % multiple
     }
 
 
@@ -116,3 +123,31 @@ def _round_in_float64() -> None:
         return torch.exp2(torch.floor(torch.log2(scale)))
 
     float8_utils._round_scale_down_to_power_of_2 = rounded_down
+
+
+def _cast_blocks_of(model: "transformers.PreTrainedModel", names: Collection[str]) -> None:
+    """Makes linear layers multiply in MXFP8. Their products are emulated, because only Blackwell has a kernel."""
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+    from torchao.prototype.mx_formats import mx_tensor
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    for name in names:
+        like = MXFP8Linear(0, 0, kernel_preference=KernelPreference.EMULATED, device="meta")
+        layer = model.get_submodule(name)
+        layer.__dict__ |= {key: value for key, value in like.__dict__.items() if key not in layer.__dict__}
+        layer.__class__ = MXFP8Linear
+    if mx_tensor.to_mx.__module__ != __name__:
+        original = mx_tensor.to_mx
+
+        def to_mx(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            # torchao takes no float64, of which float8 keeps four digits. What it returns are bytes.
+            with without_modes(x) as plain:
+                return cast_blocks(original, plain.float() if x.dtype == torch.float64 else plain, *arguments)
+
+        mx_tensor.to_mx = to_mx
+
+
+def cast_blocks(to_mx: Any, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales of blocks along rows (M, K / 32), as exponents, and the numbers in float8 (M, K)."""
+    scales, numbers = to_mx(x, *arguments)
+    return scales, numbers
