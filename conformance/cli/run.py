@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import shlex
 import shutil
 import signal
@@ -21,8 +22,8 @@ from conformance.cli.report import finish
 from conformance.cli.terminal import Terminal
 from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable, is_unused, owned, write_file
-from conformance.core.process import Stop, stop_code
-from conformance.core.timeline import seconds_by_phase, table, timeline, to_chrome
+from conformance.core.process import Stop, seconds_of_tree, stop_code
+from conformance.core.timeline import processor_table, seconds_by_phase, table, timeline, to_chrome
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, AtOnce, Demands, Kept, Portion, Ranks, Selection
@@ -63,7 +64,8 @@ def run_options(options: argparse.Namespace) -> tuple[Path, int]:
 def _show_timeline(options: argparse.Namespace) -> None:
     timeline.switch("")
     if options.loudness == "verbose":
-        print(*table(seconds_by_phase(timeline.spans)), sep="\n", file=sys.stderr)
+        busy = processor_table(timeline.spans, of_all=seconds_of_tree(os.getpid()))
+        print(*table(seconds_by_phase(timeline.spans)), *busy, sep="\n", file=sys.stderr)
     if options.timeline:
         write_file(options.timeline, dumps(to_chrome(timeline.spans, began=timeline.began)))
 

@@ -1,7 +1,8 @@
 """Records what each process of a run does at every moment, and sums up the seconds by phase.
 
 A ``Track`` belongs to one thread, which is in one phase at a time. Ranks keep a track of their own and send its spans
-to the controller after each task. Times are those of CLOCK_MONOTONIC, which all processes of a host share.
+to the controller after each task. Times are those of CLOCK_MONOTONIC, which all processes of a host share. Processor
+time is that of the thread in the controller, and that of the whole process in a rank.
 
 This module imports nothing slow.
 """
@@ -12,7 +13,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ _NUMBER = re.compile(r" \d+$")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Holds one phase of a track. about: the cell, if there is one."""
+    """Holds one phase of a track. about: the cell, if there is one. busy: seconds of processor time."""
 
     kind: Kind
     track: str
@@ -33,22 +34,28 @@ class Span:
     began: float
     ended: float
     about: str = ""
+    busy: float = 0.0
 
 
 @dataclass
 class Track:
-    """Holds the phases of one thread. spans: phase, begin and end; the current phase is not among them."""
+    """Holds the phases of one thread. spans: phase, begin, end and processor time; the current phase is not among them.
 
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    processor: returns the processor time used so far.
+    """
+
+    processor: Callable[[], float] = time.thread_time
+    spans: list[tuple[str, float, float, float]] = field(default_factory=list)
     _phase: str = ""
     _since: float = 0.0
+    _busy_before: float = 0.0
 
     def switch(self, phase: str, *, at: float | None = None) -> str:
         """Ends the current phase, begins another one (empty: none), and returns the phase before."""
-        now, before = time.monotonic() if at is None else at, self._phase
+        now, before, busy = time.monotonic() if at is None else at, self._phase, self.processor()
         if before and now > self._since:
-            self.spans.append((before, self._since, now))
-        self._phase, self._since = phase, now
+            self.spans.append((before, self._since, now, busy - self._busy_before))
+        self._phase, self._since, self._busy_before = phase, now, busy
         return before
 
     @contextlib.contextmanager
@@ -60,14 +67,14 @@ class Track:
         finally:
             self.switch(before)
 
-    def drain(self) -> list[tuple[str, float, float]]:
+    def drain(self) -> list[tuple[str, float, float, float]]:
         """Ends the current phase; returns all spans and forgets them."""
         self.switch("")
         spans, self.spans = self.spans, []
         return spans
 
 
-own = Track()  # of a rank's main thread
+own = Track(time.process_time)  # of a rank's main thread
 
 
 class _Own(threading.local):
@@ -110,12 +117,20 @@ class Timeline:
             self.switch(before, kind=kind, about=about)
 
     def add(self, kind: Kind, track: str, spans: Iterable[Sequence[Any]], *, about: str = "", clock: float = 0) -> None:
-        """Adds spans. clock: the time now on the clock of the spans, if that is another process's."""
+        """Adds spans: phase, begin, end, processor time. clock: the time now on their clock, if another process's."""
         shift = time.monotonic() - clock if clock else 0.0
         shift = shift if abs(shift) > _FOREIGN_S else 0.0
         self._spans += [
-            Span(kind=kind, track=track, phase=str(phase), began=began + shift, ended=ended + shift, about=about)
-            for phase, began, ended in spans
+            Span(
+                kind=kind,
+                track=track,
+                phase=str(phase),
+                began=began + shift,
+                ended=ended + shift,
+                about=about,
+                busy=busy,
+            )
+            for phase, began, ended, busy in spans
         ]
 
     @property
@@ -133,15 +148,31 @@ def process_start() -> float:
     return time.monotonic() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def seconds_by_phase(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
-    """Sums up the seconds of each kind of track by phase, the longest first; ``step 3`` counts as ``step``."""
+def seconds_by_phase(spans: Iterable[Span], *, busy: bool = False) -> dict[str, dict[str, float]]:
+    """Sums up the seconds of each kind of track by phase, the longest first; ``step 3`` counts as ``step``.
+
+    busy: the seconds of processor time.
+    """
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
-        found[span.kind][_NUMBER.sub("", span.phase)] += span.ended - span.began
+        found[span.kind][_NUMBER.sub("", span.phase)] += span.busy if busy else span.ended - span.began
     return {
         kind: {phase: round(seconds, 2) for phase, seconds in sorted(of.items(), key=lambda item: -item[1])}
         for kind, of in sorted(found.items())
     }
+
+
+def processor_table(spans: Iterable[Span], *, of_all: float) -> list[str]:
+    """Returns a line for each kind of track: its processor time by phase, and the rest of that ``of_all`` processes."""
+    found = {kind: phases for kind, phases in seconds_by_phase(spans, busy=True).items() if any(phases.values())}
+    rest = of_all - sum(sum(of.values()) for of in found.values())
+    return [
+        f"processor time: {of_all:.1f} s in all, {rest:.1f} s of it in none of the following",
+        *(
+            f"{kind}: {sum(of.values()):.1f} s ({', '.join(f'{phase} {s:.1f}' for phase, s in of.items() if s > 0.05)})"
+            for kind, of in found.items()
+        ),
+    ]
 
 
 def table(seconds: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -175,7 +206,7 @@ def to_chrome(spans: Sequence[Span], *, began: float) -> dict[str, Any]:
             "dur": round(1e6 * (span.ended - span.began)),
             "pid": kinds[span.kind],
             "tid": tracks[span.kind, span.track],
-            "args": {"cell": span.about} if span.about else {},
+            "args": {"cell": span.about, "processor_s": round(span.busy, 4)},
         }
         for span in sorted(spans, key=lambda span: span.began)
     ]

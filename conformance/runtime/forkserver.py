@@ -337,7 +337,7 @@ def main(arguments: Sequence[str]) -> None:
         from conformance.runtime.cleanup import freeze
 
         freeze()
-    control.send({"type": "ready", "error": "", "imports": [began, time.monotonic()]})
+    control.send({"type": "ready", "error": "", "imports": [began, time.monotonic(), time.process_time()]})
     Forkserver(control, forks=ranks == "forked").serve()
 
 

@@ -5,21 +5,32 @@ import time
 
 import pytest
 
-from conformance.core.timeline import Span, Timeline, Track, process_start, seconds_by_phase, table, to_chrome
+from conformance.core.timeline import (
+    Span,
+    Timeline,
+    Track,
+    process_start,
+    processor_table,
+    seconds_by_phase,
+    table,
+    to_chrome,
+)
 
 SPANS = (
     Span(kind="ranks", track="fsdp2 1 rank 0", phase="step 0", began=10.0, ended=12.0, about="a/cell"),
     Span(kind="ranks", track="fsdp2 1 rank 0", phase="step 1", began=12.0, ended=13.0, about="a/cell"),
     Span(kind="cells", track="cell_0", phase="wait: lease", began=9.0, ended=10.0),
-    Span(kind="cells", track="cell_0", phase="judging", began=13.0, ended=16.0),
+    Span(kind="cells", track="cell_0", phase="judging", began=13.0, ended=16.0, busy=2.5),
 )
 
 
 def test_a_track_is_in_one_phase_at_a_time() -> None:
-    track = Track()
-    for phase, at in (("step 0", 1.0), ("write", 3.0), ("step 0", 4.0), ("", 6.0)):
+    processor = iter((0.0, 1.5, 1.75, 3.0))
+    track = Track(lambda: next(processor))
+    for phase, at in (("step 0", 1.0), ("write", 3.0), ("step 0", 4.0)):
         track.switch(phase, at=at)
-    assert track.drain() == [("step 0", 1.0, 3.0), ("write", 3.0, 4.0), ("step 0", 4.0, 6.0)]
+    track.switch("", at=6.0)
+    assert track.spans == [("step 0", 1.0, 3.0, 1.5), ("write", 3.0, 4.0, 0.25), ("step 0", 4.0, 6.0, 1.25)]
 
 
 def test_an_interrupted_phase_goes_on_afterwards() -> None:
@@ -34,8 +45,8 @@ def test_an_interrupted_phase_goes_on_afterwards() -> None:
 
 def test_clocks_of_other_hosts_are_moved_to_this_one() -> None:
     own, now = Timeline(), time.monotonic()
-    own.add("ranks", "here", [("step 0", now - 2, now - 1)], clock=now)
-    own.add("ranks", "there", [("step 0", now + 998, now + 999)], clock=now + 1000)
+    own.add("ranks", "here", [("step 0", now - 2, now - 1, 0.5)], clock=now)
+    own.add("ranks", "there", [("step 0", now + 998, now + 999, 0.5)], clock=now + 1000)
     here, there = own.spans
     assert there.began == pytest.approx(here.began, abs=0.5)
 
@@ -44,6 +55,10 @@ def test_seconds_are_summed_by_phase_with_the_share_of_waits() -> None:
     seconds = seconds_by_phase(SPANS)
     assert seconds == {"cells": {"judging": 3.0, "wait: lease": 1.0}, "ranks": {"step": 3.0}}
     assert table(seconds)[0].startswith("cells: 4.0 s, 25% waiting")
+    assert processor_table(SPANS, of_all=4.0) == [
+        "processor time: 4.0 s in all, 1.5 s of it in none of the following",
+        "cells: 2.5 s (judging 2.5)",
+    ]
 
 
 def test_a_trace_has_a_process_a_kind_and_a_thread_a_track() -> None:
