@@ -38,7 +38,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _OLD_CONSTRUCTORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
@@ -139,15 +139,39 @@ class _LiftBelowAutograd(EagerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         is_plain = not types or PLAIN.issuperset(types)
-        if is_plain and len(args) > 5 and func in _FUSED:
-            return func(*args[:5], [count.to(torch.float32) for count in args[5]], *args[6:], **kwargs)
-        lifted = _lifted(func, args, kwargs)
+        lifted = (lifted_below if is_plain else _lifted)(func, args, kwargs)
         if lifted is None and not is_plain:
             # A tensor subclass such as DTensor goes first, so that the ops on its local tensors come here as well.
             return NotImplemented
         args, kwargs = lifted or (args, kwargs)
         with torch._C.DisableTorchFunction():  # in a backward pass _LiftInPython would be called again, by this call
             return func(*args, **kwargs)
+
+
+@contextmanager
+def in_place_of_lifting(mode: TorchDispatchMode) -> Iterator[bool]:
+    """Enters ``mode``. Yields whether it has taken the place of the exact tier's mode below autograd, and so has to use
+    ``lifted_below`` itself: two modes cost an operator twice as much as one."""
+    lifting = _get_current_dispatch_mode()
+    if not isinstance(lifting, _LiftBelowAutograd):
+        with mode:
+            yield False
+        return
+    _pop_mode()
+    try:
+        with mode:
+            yield True
+    finally:
+        _push_mode(lifting)
+
+
+def lifted_below(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """Returns the arguments of an operator on plain tensors, below autograd, with lower dtypes replaced by float64;
+    None if nothing changes."""
+    if len(args) > 5 and func in _FUSED:
+        counts = [count.to(torch.float32) for count in args[5]]
+        return (*args[:5], counts, *args[6:]), kwargs
+    return _lifted(func, args, kwargs)
 
 
 def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 
-from conformance.numerics.float64_tier import PLAIN, EagerMode, LeakWatch
+from conformance.numerics.float64_tier import PLAIN, EagerMode, LeakWatch, in_place_of_lifting, lifted_below
 from conformance.numerics.sketch import on_cpu
 from conformance.worker.rank_state import digest_of
 
@@ -44,6 +44,7 @@ COLLECTIVE_KINDS = {
     "send": "send",
 }
 WORD = 8  # bytes
+_current_graph_task_id = torch._C._current_graph_task_id
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 _WHOLE = [stem for stem in _STEMS if stem not in ("broadcast", "reduce", "send")]  # in the name of a library's operator
@@ -206,6 +207,7 @@ class Watch(EagerMode):
         self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
         self._last = 0  # the number of the latest call of the engine
+        self._lifts = False  # the exact tier leaves it to this mode to replace dtypes
         self._recorded = False  # a function runs without gradients whose graph is recorded as a whole
         self._reading = False
         self._updating = False
@@ -225,7 +227,7 @@ class Watch(EagerMode):
             for module, kind in FUNCTIONS:
                 if (function := getattr(sys.modules.get(module), kind, None)) is not None:
                     all_.enter_context(mock.patch.object(function, "apply", partial(self._of_function, function.apply)))
-            all_.enter_context(self)
+            self._lifts = all_.enter_context(in_place_of_lifting(self))
             yield
 
     def _counted(self, own: Any) -> Any:
@@ -303,12 +305,13 @@ class Watch(EagerMode):
         # In a backward pass the mode of the exact tier would be called for each attribute of a tensor.
         with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
+            given, named = (self._lifts and lifted_below(func, args, kwargs)) or (args, kwargs)
             if self._reading:
-                result = func(*args, **kwargs)
+                result = func(*given, **named)
             else:
                 operator = _OPERATORS.get(id(func)) or _operator_of(func)
                 before = _generator(args, kwargs) if operator.draws else None
-                result = func(*args, **kwargs)
+                result = func(*given, **named)
                 if before is not None and not before.equal(_generator(args, kwargs)):
                     self._mask(operator, args, result, digest_of(before).hex()[:16])
                 if FakeTensor not in types:
@@ -322,11 +325,13 @@ class Watch(EagerMode):
             self._collective(found)
         elif operator.is_counted and isinstance(result, Tensor):
             self._tensor(operator, result, args)
-        is_forward = not self._tasks and torch._C._current_graph_task_id() == -1
-        self._remember_storages(args, is_used=is_forward or operator.is_product)
+        is_forward = not self._tasks and _current_graph_task_id() == -1
+        is_used = is_forward or operator.is_product
+        self._remember_storages(args, is_used)
         if kwargs:
-            self._remember_storages(kwargs.values(), is_used=is_forward or operator.is_product)
-        self._remember_storages((result,), is_used=is_forward)
+            self._remember_storages(kwargs.values(), is_used)
+        if type(result) is not Tensor or is_forward or result.ndim > 2:
+            self._remember_storages((result,), is_forward)
 
     def _mask(self, operator: _Operator, args: tuple[Any, ...], result: Any, state: str) -> None:
         """Follows a mask that was drawn from a generator in this state to the activations that it is applied to."""
@@ -341,19 +346,21 @@ class Watch(EagerMode):
         known = where == "forward" or torch.is_grad_enabled()
         self.drawn[where, digest_of(activations).hex()[:16] if known else "", state] += 1
 
-    def _remember_storages(self, values: Iterable[Any], *, is_used: bool) -> None:
+    def _remember_storages(self, values: Iterable[Any], is_used: bool) -> None:
         for tensor in values:
-            if type(tensor) in PLAIN:
+            if (kind := type(tensor)) in PLAIN:
                 # What is neither used nor an activation need not be known. A meta tensor has no numbers.
-                if (is_used or tensor.ndim > 2) and tensor.is_floating_point() and not tensor.is_meta:
+                is_activation = tensor.ndim > 2
+                if (is_used or is_activation) and tensor.is_floating_point() and not tensor.is_meta:
                     storage = tensor.untyped_storage()
-                    known = self._storages.get(storage._cdata)
+                    known = self._storages.get(key := storage._cdata)
                     if known is None or known.ref() is not storage:  # the address is used again
-                        known = self._storages[storage._cdata] = _Storage(weakref.ref(storage))
-                    known.is_used |= is_used
-                    known.is_activation |= tensor.ndim > 2
-            elif isinstance(tensor, (list, tuple)):
-                self._remember_storages(tensor, is_used=is_used)
+                        self._storages[key] = _Storage(weakref.ref(storage), is_used, is_activation)
+                    else:
+                        known.is_used |= is_used
+                        known.is_activation |= is_activation
+            elif kind is list or kind is tuple or isinstance(tensor, (list, tuple)):
+                self._remember_storages(tensor, is_used)
 
     def _collective(self, found: Collective) -> None:
         where = self._pass()
@@ -390,15 +397,18 @@ class Watch(EagerMode):
                 self.linear[_name(result.dtype)] += phase == "forward"
                 self.compiled += phase == "forward" and operator.func._overloadname == "out" and _in_compiled_code()
                 self.again += phase == "recomputed"
-        if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
-            self.widths.add(result.shape[-1])
-            self.lengths.add(result.shape[-2])
+        if result.ndim == 3 and not where.startswith("backward") and result.is_floating_point():
+            _, length, width = result.shape
+            self.widths.add(width)
+            self.lengths.add(length)
 
     def _pass(self) -> str:
-        task = torch._C._current_graph_task_id()
+        task = _current_graph_task_id()
         if task == -1:
             return "later" if self._tasks else "forward"
-        number = self._tasks.setdefault(task, len(self._tasks))
+        number = self._tasks.get(task, -1)
+        if number < 0:
+            number = self._tasks[task] = len(self._tasks)
         self.nested += number < self._last
         self._last = number
         return f"backward {number}"

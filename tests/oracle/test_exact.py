@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from conformance.numerics.float64_tier import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
@@ -289,6 +289,31 @@ def test_what_a_tensor_subclass_does_inside_is_lifted_and_watched() -> None:
         lifted = _CastsInside(X) * 1
     assert lifted.dtype == torch.float64
     assert torch.equal(lifted, X)
+
+
+def _in_all_places() -> tuple[Tensor, ...]:
+    below = torch.ops.aten._to_copy.default(X, dtype=torch.float16)
+    return X.type_as(LOW_PRECISION), _gradient_through_float32(), _CastsInside(X) * 1, below
+
+
+def test_watching_lifts_the_same_and_takes_the_place_of_the_tiers_mode() -> None:
+    with exact_tier():
+        tier = _get_current_dispatch_mode()
+        unwatched = _in_all_places()
+        with (watch := Watch()).step():
+            watch.leaks = LeakWatch()
+            watched = _in_all_places()
+            assert _get_current_dispatch_mode() is watch
+            with watch.reading():
+                assert torch.equal(X.type_as(LOW_PRECISION), X)
+        with pytest.raises(KeyboardInterrupt), Watch().step():
+            raise KeyboardInterrupt
+        assert _get_current_dispatch_mode() is tier
+    assert _get_current_dispatch_mode() is None
+    assert not watch.leaks.leaks
+    assert all(a.dtype == torch.float64 and torch.equal(a, b) for a, b in zip(watched, unwatched, strict=True))
+    with Watch().step():  # in other tiers it changes nothing
+        assert X.type_as(LOW_PRECISION).dtype == torch.float32
 
 
 def test_leak_watch_sees_every_output_of_an_op() -> None:
