@@ -1,0 +1,32 @@
+"""benchmarks/determinism.py: the same cell twice has the same bits, and other kernels have others."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.exhaustive
+def test_other_kernels_differ_and_the_same_ones_do_not(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [
+            *(sys.executable, "benchmarks/determinism.py", str(tmp_path / "out")),
+            *("--precisions", "fp32", "--backends", "fsdp2", "--only", "run to run", "kernels without AVX"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    again, other = json.loads((tmp_path / "out" / "determinism.json").read_text())
+    assert again["tensors"] > 100
+    assert again["differing"] == 0
+    assert 0 < other["differing"] <= other["tensors"]
+    assert 0 < other["largest"] < 1e-3
+    assert "| run to run | fsdp2 | fp32 |" in ended.stdout
