@@ -6,6 +6,7 @@ second in each process. scripts/third-opinion fetches it into a folder, and only
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 from cells import assert_honest, cell_of
 
 from conformance.backends.faults import catalogue
+from conformance.matrix.cell import Handover
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
+from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.fsdp2 import float8
@@ -49,6 +52,24 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def test_exact(session: Session, layout: str) -> None:
     verdict = assert_honest(session, cell_of("fsdp2", "sft-packed", "llama", layout, "exact"))
     assert len(verdict.conventions) == 1, "the numbers differ from those without float8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "saves", "after"),
+    [
+        ("dp2.fp8mx", "checkpoint", "dp2.fp8mx"),
+        ("dp2.fp8tensor.fp8gather", "checkpoint", "dp2.fp8tensor.fp8gather"),
+        ("dp2.fp8row", "state", "dp2.tp2.plan.fp8row"),
+        ("dp2.fp8tensor.fp8gather", "state", "dp2.ckpt.fp8tensor"),
+    ],
+)
+def test_resumes(session: Session, before: str, saves: Handover, after: str) -> None:
+    """Of float8 nothing is saved: scales follow from the tensors of a step."""
+    cell = cell_of("fsdp2", "sft-warmup", "llama", before, "exact")
+    first, second = cell.phases
+    phases = (replace(first, save=saves), replace(second, layout=Layout.parse(after)))
+    assert_honest(session, replace(cell, phases=phases, program=saves))
 
 
 @pytest.mark.slow
