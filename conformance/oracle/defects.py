@@ -46,11 +46,14 @@ from conformance.spec.precision import PRECISIONS
 class WithDividedGradients(Variant):
     """Averages gradients over ranks that hold parts of a sequence and should be summed.
 
-    docs/findings/deepspeed-ulysses-scale.md.
+    docs/findings/deepspeed-ulysses-scale.md; with the loss, docs/findings/trl-gkd-world-size.md.
     """
 
     def __init__(self, defect: DividedGradients) -> None:
-        self._by = defect.by
+        self._by, self._loss = defect.by, defect.loss
+
+    def numbers(self, values: dict[str, float]) -> dict[str, float]:
+        return {name: v / self._by if self._loss and name == "loss" else v for name, v in values.items()}
 
     def reduced(self, gradients: Weights) -> Weights:
         return {name: gradient / self._by for name, gradient in gradients.items()}

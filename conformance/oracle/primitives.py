@@ -231,6 +231,10 @@ class Variant:
         """Returns the gradients of the whole step."""
         return gradients
 
+    def numbers(self, values: dict[str, float]) -> dict[str, float]:
+        """Returns the numbers of the whole step, by observable."""
+        return values
+
     def rollout(self, batches: list[Batch]) -> list[Batch]:
         """Returns the mini-batches of a rollout with the columns that updates read."""
         return batches

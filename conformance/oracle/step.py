@@ -238,7 +238,7 @@ def observe(
         if model.trained
     }
     norms = {name: found.norms for name, found in shifted.items()}
-    return Observed(gradients=gradients, values=values | highest, rows=dict(rows), shifted=norms)
+    return Observed(gradients=gradients, values=variant.numbers(values) | highest, rows=dict(rows), shifted=norms)
 
 
 @torch.no_grad()

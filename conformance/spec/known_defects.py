@@ -51,10 +51,11 @@ class ResummedHeadNorms:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DividedGradients:
-    """Divides all gradients by ``by``."""
+    """Divides all gradients by ``by``, and with ``loss`` the loss, too."""
 
     kind: Literal["divided-gradients"] = "divided-gradients"
     by: Several
+    loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

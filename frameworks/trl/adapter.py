@@ -31,7 +31,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 import parity
 
-BACKENDS = ("TrlSft", "TrlGrpo")  # TrlDpo, TrlKto, TrlReward, TrlGkd: cells of the profile full
+BACKENDS = ("TrlSft", "TrlGrpo", "TrlDpo", "TrlKto", "TrlReward", "TrlGkd")
 PACKAGES = ("torch", "transformers", "accelerate", "trl")
 PRELOAD = ("torch", "transformers", "trl.trainer.sft_trainer", "trl.trainer.grpo_trainer", "datasets")
 URL = "https://github.com/huggingface/trl"  # no default_zero: TRL gathers metrics where ZeRO gathers weights
@@ -53,12 +53,19 @@ def load_model(folder: Path, scenario: parity.Scenario) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
 
 
-class TrlSft(parity.TrainerAdapter):
+class Described:
+    """Describes an adapter by its ``name``."""
+
     preload = PRELOAD
+    name: ClassVar[str]
 
     @classmethod
     def describe(cls) -> parity.BackendInfo:
-        return parity.BackendInfo(name="trl-sft", packages=PACKAGES, url=URL)
+        return parity.BackendInfo(name=cls.name, packages=PACKAGES, url=URL)
+
+
+class TrlSft(Described, parity.TrainerAdapter):
+    name = "trl-sft"
 
     @classmethod
     def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
@@ -113,14 +120,10 @@ class ObservedGrpo(GRPOTrainer):  # type: ignore[misc]
         return loss
 
 
-class TrlGrpo(parity.GrpoTrainerAdapter):
-    preload = PRELOAD
+class TrlGrpo(Described, parity.GrpoTrainerAdapter):
+    name = "trl-grpo"
     conventions = (*parity.GrpoTrainerAdapter.conventions, parity.EntropyByMicroBatch())
     prompt: ClassVar = {"prompt": ""}
-
-    @classmethod
-    def describe(cls) -> parity.BackendInfo:
-        return parity.BackendInfo(name="trl-grpo", packages=PACKAGES, url=URL)
 
     @classmethod
     def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
@@ -160,15 +163,11 @@ class TrlGrpo(parity.GrpoTrainerAdapter):
         }
 
 
-class TrlDpo(parity.TrainerAdapter):
+class TrlDpo(Described, parity.TrainerAdapter):
     """Trains on pairs of padded rows; the collator puts all chosen answers before all rejected ones."""
 
-    preload = PRELOAD
+    name = "trl-dpo"
     objectives: ClassVar = ("dpo",)
-
-    @classmethod
-    def describe(cls) -> parity.BackendInfo:
-        return parity.BackendInfo(name="trl-dpo", packages=PACKAGES, url=URL)
 
     @classmethod
     def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
@@ -193,14 +192,13 @@ class TrlDpo(parity.TrainerAdapter):
             loss_weights=[1.0, *[o.sft_coef] * bool(o.sft_coef)],
             max_length=None,
         )
-        policy, reference = (load_model(weights[role], scenario) for role in ("policy", "reference"))
-        self.trainer = self.paused(DPOTrainer)(
-            policy,
-            reference,
-            args,
-            train_dataset=Dataset.from_list([{"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}]),  # only looked at
-            processing_class=AutoTokenizer.from_pretrained(weights["policy"]),
-        )
+        return self.start_with(DPOTrainer, args, weights, [{"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}])
+
+    def start_with(self, trainer: Any, args: Any, weights: Mapping[str, Path], examples: list[Any]) -> dict[str, Any]:
+        """Starts a trainer of a policy and a reference. It only looks at the ``examples``."""
+        policy, reference = (load_model(weights[role], self.scenario) for role in ("policy", "reference"))
+        tokenizer, data = AutoTokenizer.from_pretrained(weights["policy"]), Dataset.from_list(examples)
+        self.trainer = self.paused(trainer)(policy, reference, args, train_dataset=data, processing_class=tokenizer)
         for model in (policy, reference):
             model.register_forward_hook(self.note)
         return self.start()
@@ -218,11 +216,8 @@ class TrlDpo(parity.TrainerAdapter):
 class TrlKto(TrlDpo):
     """Trains on labelled answers in padded rows; each is followed by the mismatched answer of the KL."""
 
+    name = "trl-kto"
     objectives: ClassVar = ("kto",)
-
-    @classmethod
-    def describe(cls) -> parity.BackendInfo:
-        return parity.BackendInfo(name="trl-kto", packages=PACKAGES, url=URL)
 
     @classmethod
     def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
@@ -241,18 +236,8 @@ class TrlKto(TrlDpo):
             undesirable_weight=o.undesirable_weight,
             max_length=None,
         )
-        policy, reference = (load_model(weights[role], scenario) for role in ("policy", "reference"))
         answers = [{"prompt": "1 + 1?", "completion": text, "label": text == "2"} for text in ("2", "3", "4", "5")]
-        self.trainer = self.paused(KTOTrainer)(
-            policy,
-            reference,
-            args,
-            train_dataset=Dataset.from_list(answers * scenario.data.rows),  # only looked at
-            processing_class=AutoTokenizer.from_pretrained(weights["policy"]),
-        )
-        for model in (policy, reference):
-            model.register_forward_hook(self.note)
-        return self.start()
+        return self.start_with(KTOTrainer, args, weights, answers * scenario.data.rows)
 
     def note(self, model: Any, inputs: Any, output: Any) -> None:
         """Keeps log-probs of answers, of which the mismatched ones of a micro-batch come first."""
@@ -269,16 +254,12 @@ class TrlKto(TrlDpo):
         return metrics_of(seen, own, values)
 
 
-class TrlReward(parity.TrainerAdapter):
+class TrlReward(Described, parity.TrainerAdapter):
     """Trains a reward model on pairs of padded rows."""
 
-    preload = PRELOAD
+    name = "trl-reward"
     objectives: ClassVar = ("reward",)
     trained: ClassVar = "reward"
-
-    @classmethod
-    def describe(cls) -> parity.BackendInfo:
-        return parity.BackendInfo(name="trl-reward", packages=PACKAGES, url=URL)
 
     @classmethod
     def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
@@ -313,15 +294,19 @@ class TrlReward(parity.TrainerAdapter):
         return parity.StepMetrics(values={**values, "token_count": count_of(found)}, rows={"score": found})
 
 
-class TrlGkd(parity.TrainerAdapter):
+class TrlGkd(Described, parity.TrainerAdapter):
     """Trains a student on padded texts of the data set; nothing is generated."""
 
-    preload = PRELOAD
+    name = "trl-gkd"
+    expected = (
+        parity.ExpectedDifference(
+            reason="loss and gradients are divided by the number of ranks",
+            link="docs/findings/trl-gkd-world-size.md",
+            defects=lambda scenario, layout: (parity.DividedGradients(by=layout.dp, loss=True),),
+            at_least={"dp": 2},
+        ),
+    )
     objectives: ClassVar = ("distillation",)
-
-    @classmethod
-    def describe(cls) -> parity.BackendInfo:
-        return parity.BackendInfo(name="trl-gkd", packages=PACKAGES, url=URL)
 
     @classmethod
     def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:

@@ -72,6 +72,17 @@ ALL: tuple[Defect, ...] = (
 )
 
 
+def test_gradients_are_divided_and_the_loss_if_asked() -> None:
+    right = observed("llama")
+    for divides in (False, True):
+        found = observed("llama", DividedGradients(by=2, loss=divides))
+        assert found.values == {**right.values, "loss": right.values["loss"] / (2 if divides else 1)}
+        assert all(
+            torch.equal(gradient, right.gradients["policy"][name] / 2)
+            for name, gradient in found.gradients["policy"].items()
+        )
+
+
 def test_every_kind_is_one_of_the_oracle_and_survives_json() -> None:
     assert {type(defect) for defect in ALL} == set(VARIANTS)
     assert parse_defects(defects_to_json(ALL)) == ALL
