@@ -44,7 +44,7 @@ def texts(template: str, end: str, turns: int, *, multiturn: bool) -> tuple[str,
     tokens, _, mask = found[0]
     trained = [t for t, is_target in zip(tokens[0][1:], mask[0].bool(), strict=False) if is_target]
     own = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
-    return own, tokenizer.decode(tokens[0]), tokenizer.decode(trained)
+    return str(own), str(tokenizer.decode(tokens[0])), str(tokenizer.decode(trained))
 
 
 if __name__ == "__main__":
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     print(f"Qwen3, two answers, trained on: {shifted!r}")
     *_, cut = texts("deepseek-v3", "<\uff5cend\u2581of\u2581sentence\uff5c>", 2, multiturn=False)
     print(f"DeepSeek-V3, one answer, trained on: {cut!r}")
-    rendered, ended, _ = texts("gemma2", "<eos>", 2, multiturn=True)
+    rendered, ended = texts("gemma2", "<eos>", 2, multiturn=True)[:2]
     print(f"Gemma 2, one answer: {ended!r}, rendered {rendered!r}")
     own, asked, question = texts("qwen2.5", "<|im_end|>", 3, multiturn=False)
     print(f"Qwen2.5, a question at the end: {asked!r}, trained on {question!r}")
