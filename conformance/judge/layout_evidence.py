@@ -111,6 +111,7 @@ def _linear(policy: Shapes, first: Shapes, layers: int) -> Linear:
     modules = sum(name.endswith("eh_proj.weight") for name in policy)  # for multi-token prediction; all share the head
     return Linear(
         layers=sum(math.prod(matrices[name]) for name in inner),
+        passed=_passed({name: matrices[name] for name in inner}, trained),
         outside=sum(math.prod(shape) for name, shape in matrices.items() if name not in inner)
         + modules * math.prod(embedding),
         frozen=is_lora,
@@ -122,6 +123,21 @@ def _linear(policy: Shapes, first: Shapes, layers: int) -> Linear:
     )
 
 
+def _passed(matrices: Shapes, trained: Collection[str]) -> int:
+    """Counts the elements of matrices in layers that gradients pass: the trained ones, and all behind the first place
+    in the model where something is trained."""
+    first = min(map(_place, trained), default=(math.inf, 0))
+    return sum(math.prod(shape) for name, shape in matrices.items() if name in trained or _place(name) > first)
+
+
+def _place(name: str) -> tuple[float, int]:
+    """Returns the layer of a parameter (infinity behind all), and the part of the layer, in the order of the model."""
+    if layer := _LAYER.search(name):
+        return int(layer[1]), 0 if "input_layernorm" in name else 1 if "attn" in name else 2
+    return (-1, 0) if _BEFORE.search(name) else (math.inf, 0)
+
+
+_BEFORE = re.compile("embed|visual|vision|projector|wte|wpe")
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
@@ -390,7 +406,7 @@ def _claims(
 
 
 def _all_are_recomputed(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, step: Step | None) -> bool:
-    share = AGAIN_ROUTED if sizes.experts else AGAIN
+    share = (AGAIN_ROUTED if sizes.experts else AGAIN) * sizes.linear.passed_part
     passes = sizes.layers * scenario.accumulation * layout.world_size // layout.pp
     if ranks.recomputed() > share or ranks.nested() >= share * passes:
         return True

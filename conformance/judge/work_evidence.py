@@ -37,13 +37,14 @@ Rows = Sequence[Sequence[Sequence[Sequence[int]]]]
 class Linear:
     """Elements of the matrices of linear layers that a training step multiplies by.
 
-    layers: in layers, without experts. outside: outside of layers. frozen: whether some of them are not trained.
-    uncut: whether some layers are whole on all tensor-parallel ranks. keys: rows of all projections to keys and values.
-    hidden: columns of the embedding. float8: elements of matrices in layers that can be cast to float8. beside: of all
-    other trained parameters of layers.
+    layers: in layers, without experts. passed: those of them that gradients pass. outside: outside of layers. frozen:
+    whether some of them are not trained. uncut: whether some layers are whole on all tensor-parallel ranks. keys: rows
+    of all projections to keys and values. hidden: columns of the embedding. float8: elements of matrices in layers that
+    can be cast to float8. beside: of all other trained parameters of layers.
     """
 
     layers: int
+    passed: int
     outside: int
     frozen: bool
     uncut: bool
@@ -51,6 +52,11 @@ class Linear:
     hidden: int
     float8: int
     beside: int
+
+    @property
+    def passed_part(self) -> float:
+        """Returns which part of the matrices in layers gradients pass."""
+        return self.passed / self.layers if self.layers else 1.0
 
 
 class Step:
@@ -149,7 +155,7 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
         yield at_least("linear layers multiply all tokens, forward", sum(forward), least, unit)
-        least *= 1 if linear.frozen else 2
+        least = LEAST * step.tokens * linear.passed * (1 if linear.frozen else 2)
         yield at_least("linear layers multiply all tokens, backward", sum(backward), least, unit)
         most = most_work(layout, step, scenario, linear, layers=layers, experts=experts)
         yield below("no rank multiplies more than its share", max(backward), most, unit)
@@ -226,7 +232,7 @@ def exchange_claims(
     due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
     yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
     if stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout, step):
-        again = LEAST * accumulation * linear.layers / layout.tp / layout.pp
+        again = LEAST * accumulation * linear.passed / layout.tp / layout.pp
         kinds = (*_GATHERS, *(_GATHERED_BYTES if "fp8gather" in layout.options else ()))
         gathered = step.moved(kinds, _backward, partial(_is_of_data, layout, step))
         yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
@@ -246,9 +252,12 @@ def exchange_claims(
         yield at_least("pipeline stages send activations of all tokens to each other", sent, activations / layout.tp)
     keys = tokens * linear.keys / layout.tp / layout.pp
     if layout.ulysses > 1:
-        for text, where in (("forward", _forward), ("backward", _backward)):
+        for text, where, least in (
+            ("forward", _forward, max(1, keys)),
+            ("backward", _backward, max(1, keys) * linear.passed_part),
+        ):
             exchanged = step.moved(("all_to_all",), where, _of_size(layout.ulysses))
-            yield at_least(f"heads are exchanged for parts of the sequence, {text}", exchanged, max(1, keys))
+            yield at_least(f"heads are exchanged for parts of the sequence, {text}", exchanged, least)
     if layout.sp > 1:
         sent = step.moved(("send",), _forward, _any)
         if {"ring", "zigzag"} & set(layout.options):

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.judge.layout_evidence import _claims, _Ranks, unproven
+from conformance.judge.layout_evidence import _claims, _passed, _Ranks, unproven
 from conformance.judge.work_evidence import Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
 from conformance.worker.evidence import BYTES, Collective, Watch, _product_error
 
-LINEAR = Linear(layers=4000, outside=1024, frozen=False, uncut=False, keys=16, hidden=8, float8=4000, beside=80)
+LINEAR = Linear(
+    layers=4000, passed=4000, outside=1024, frozen=False, uncut=False, keys=16, hidden=8, float8=4000, beside=80
+)
 MODEL: Any = {"layers": 4, "sums": 4, "number_bytes": 8}
 ACCUMULATION, TRAINED, LENGTH = 2, 1300, 10
 Ranks = list[dict[str, Any]]
@@ -72,6 +74,31 @@ def wrong(layout: str, change: Callable[[Ranks], object]) -> set[str]:
 
 
 OPTIMIZER: Any = {"optimizer": {"name": "sgd", "lr": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("trained", "passed"),
+    [
+        (["embed_tokens.weight"], 100 + 10 + 1 + 200 + 20 + 2),  # as all of it
+        (["layers.0.input_layernorm.weight"], 100 + 10 + 1 + 200 + 20 + 2),
+        (["layers.0.self_attn.q_proj.lora_B.weight"], 1 + 10 + 200 + 20 + 2),
+        (["layers.0.mlp.up_proj.weight", "lm_head.weight"], 10 + 200 + 20 + 2),
+        (["layers.1.self_attn.q_norm.weight"], 20),
+        (["layers.1.post_attention_layernorm.weight"], 0),
+        (["norm.weight", "lm_head.weight"], 0),
+    ],
+)
+def test_gradients_pass_what_is_behind_the_first_trained_parameter(trained: list[str], passed: int) -> None:
+    shapes = {
+        "layers.0.self_attn.q_proj.weight": (10, 10),
+        "layers.0.mlp.up_proj.weight": (2, 5),
+        "layers.0.self_attn.q_proj.lora_B.weight": (1, 1),
+        "layers.1.self_attn.q_proj.weight": (10, 20),
+        "layers.1.mlp.up_proj.weight": (4, 5),
+        "layers.1.self_attn.q_proj.lora_B.weight": (1, 2),
+    }
+    ids = {name: f"gradient/model.{name}" if name in trained else f"model.{name}" for name in (*shapes, *trained)}
+    assert _passed({ids[name]: shape for name, shape in shapes.items()}, [ids[name] for name in trained]) == passed
 
 
 def keeps(ranks: Ranks) -> None:
