@@ -21,7 +21,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.judge.tolerance import Measurement
-from conformance.judge.work_evidence import Claims, Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
+from conformance.judge.work_evidence import (
+    Claims,
+    Linear,
+    Step,
+    anywhere,
+    exchange_claims,
+    in_backward,
+    in_forward,
+    mask_claims,
+    not_forward,
+    not_proven,
+    shards_of,
+    work_claims,
+)
 from conformance.numerics.sketch import whole_shapes
 from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
@@ -48,6 +61,7 @@ OF_A_LAYER = 4  # products of the linear layers of one layer, where q, k and v a
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
 AROUND = 4
 Shapes = Mapping[str, tuple[int, ...]]
+Truths = Iterator[tuple[str, bool]]  # a claim, and whether it holds
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 
 
@@ -159,25 +173,18 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
     claim holds, else infinite. Also measures each setting of an exported folder that differs from the model's."""
     for phase in phases:
         for key in phase.footer.get("changed_settings", []):
-            yield Measurement(
-                stage=CONFIGURATION.stage,
-                tensor=f"exported {key}",
-                step=phase.header["first_step"] + phase.footer["steps"] - 1,
-                error=math.inf,
-                fixed=0.0,
-            )
+            yield _measured(f"exported {key}", phase.header["first_step"] + phase.footer["steps"] - 1, holds=False)
         layout, stage = phase.layout, _stage_of(phase)
         steps = [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]
         for n, ranks in enumerate(ranks for ranks in steps if ranks):
             for claim, holds, where in _claims_of(phase, ranks, scenario, sizes, stage=stage, first=not n):
-                yield Measurement(
-                    stage=CONFIGURATION.stage,
-                    tensor=f"{layout}: {claim}",
-                    step=ranks[0]["step"] if n else phase.header["first_step"] - 1,
-                    error=0.0 if holds else math.inf,
-                    where=where,
-                    fixed=0.0,
-                )
+                step = ranks[0]["step"] if n else phase.header["first_step"] - 1
+                yield _measured(f"{layout}: {claim}", step, holds=holds, where=where)
+
+
+def _measured(text: str, step: int, *, holds: bool, where: str = "") -> Measurement:
+    error = 0.0 if holds else math.inf
+    return Measurement(stage=CONFIGURATION.stage, tensor=text, step=step, error=error, where=where, fixed=0.0)
 
 
 def _claims_of(
@@ -221,18 +228,9 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
         if phase.header["first_step"] and not phase.control:
             listed["nothing loaded but what was saved"] = None
         if (ranks := phase.footer.get("evidence", [])) and (step := _step_of(phase, ranks)):
-            experts = sum(sizes.experts)
-            stage, layers = _stage_of(phase), sizes.layers
-            found = not_proven(
-                phase.layout,
-                step,
-                scenario,
-                sizes.linear,
-                stage=stage,
-                layers=layers,
-                experts=experts,
-                trained=_trained(phase.layout, scenario, sizes),
-            )
+            stage, trained = _stage_of(phase), _trained(phase.layout, scenario, sizes)
+            work: dict[str, int] = {"layers": sizes.layers, "experts": sum(sizes.experts)}
+            found = not_proven(phase.layout, step, scenario, sizes.linear, stage=stage, trained=trained, **work)
             listed |= dict.fromkeys(name for name, is_open in found if is_open)
     return [*listed]
 
@@ -304,28 +302,16 @@ class _Ranks:
             return self.products("forward", dtype)
         return sum(count for known in counts for its_dtype, count in known.items() if dtype in (None, its_dtype))
 
-    def compiled(self) -> int:
-        """Counts the products of linear layers in forward passes that code of torch.compile makes, of all ranks."""
-        return sum(rank.get("compiled", 0) for rank in self._ranks)
-
-    def engine(self) -> int:
-        """Counts the products of linear layers in forward passes that TransformerEngine makes, of all ranks."""
-        return sum(rank.get("engine", 0) for rank in self._ranks)
-
-    def float8(self) -> int:
-        """Counts the products that a kernel makes of operands in float8, of all ranks."""
-        return sum(rank.get("float8", 0) for rank in self._ranks)
+    def total(self, name: str) -> int:
+        """Sums up a number of conformance.worker.evidence.Watch over all ranks; older records may not have it."""
+        return sum(rank.get(name, 0) for rank in self._ranks)
 
     def recomputed(self) -> float:
         """Returns recomputed products of linear layers / those of forward passes, of all ranks. Records that do not
         separate linear layers give the ratio of all products."""
         if all("again" in rank for rank in self._ranks):
-            return float(sum(rank["again"] for rank in self._ranks)) / max(1, self.linear())
+            return self.total("again") / max(1, self.linear())
         return self.products("recomputed") / max(1, self.products("forward"))
-
-    def nested(self) -> int:
-        """Counts backward passes of single layers inside the backward pass of the model, of all ranks."""
-        return sum(rank.get("nested", 0) for rank in self._ranks)
 
     def reduced(self, size: int) -> int:
         """Returns the number of elements summed over groups of this size, of the rank with the most."""
@@ -343,24 +329,8 @@ class _Ranks:
         return any(length in rank.get("lengths", ()) for rank in self._ranks)
 
 
-def _forward(where: str) -> bool:
-    return where == "forward"
-
-
 def _outside(where: str) -> bool:
-    return not where.startswith("backward")
-
-
-def _backward_or_later(where: str) -> bool:
-    return where != "forward"
-
-
-def _in_backward(where: str) -> bool:
-    return where.startswith("backward")
-
-
-def _anywhere(where: str) -> bool:
-    return True
+    return not in_backward(where)
 
 
 def _only(wanted: str) -> Callable[[str], bool]:
@@ -369,46 +339,44 @@ def _only(wanted: str) -> Callable[[str], bool]:
 
 def _claims(
     layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None, step: Step | None
-) -> Iterator[tuple[str, bool]]:
+) -> Truths:
     forward = ranks.products("forward")
     if forward:
         dtype = scenario.tier.compute.name
         in_half = IN_HALF_ROUTED if sizes.experts else IN_HALF
         in_dtype = ranks.linear(dtype)
-        if layout.float8 and in_dtype and not (scenario.tier.is_exact or ranks.float8()):
+        if layout.float8 and in_dtype and not (scenario.tier.is_exact or ranks.total("float8")):
             in_dtype += ranks.linear("float32")  # where a GPU has no kernel, float32 stands for float8
         yield f"products in {dtype}", in_dtype >= in_half * ranks.linear()
         left_out = sizes.frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
         if "compile" in layout.options:  # of every model, all but the product of its head
             models = sum(role.trained for role in scenario.objective.roles)
             heads = models * scenario.accumulation * layout.world_size // layout.pp
-            yield "layers are compiled", ranks.linear() - ranks.compiled() <= heads
+            yield "layers are compiled", ranks.linear() - ranks.total("compiled") <= heads
         else:
-            yield "layers run as they are written", ranks.compiled() == 0
+            yield "layers run as they are written", ranks.total("compiled") == 0
         if "te" in layout.options:  # all but the product of the head
-            not_engine = ranks.linear() - ranks.engine()
-            yield "layers are TransformerEngine's", OF_A_LAYER * sizes.layers * not_engine <= ranks.engine()
+            not_engine = ranks.linear() - ranks.total("engine")
+            yield "layers are TransformerEngine's", OF_A_LAYER * sizes.layers * not_engine <= ranks.total("engine")
         else:
-            yield "layers are not TransformerEngine's", ranks.engine() == 0
+            yield "layers are not TransformerEngine's", ranks.total("engine") == 0
         again = ranks.products("recomputed")
         more = ranks.products("backward") + left_out > RECOMPUTED * forward
         if "ckpt" in layout.options:
             every = _all_are_recomputed(layout, ranks, scenario, sizes, step)
-            yield "activations of all layers are recomputed", every if again or ranks.nested() else more
+            yield "activations of all layers are recomputed", every if again or ranks.total("nested") else more
             if "reentrant" in layout.options:
-                yield "recomputed layers have backward passes of their own", ranks.nested() > 0
+                yield "recomputed layers have backward passes of their own", ranks.total("nested") > 0
         else:
-            yield "activations are kept", not (again or ranks.nested() or more)
-    yield from _of_data_ranks(layout, ranks, scenario, sizes, stage=stage)
-    yield from _of_shares(layout, ranks, scenario, sizes, stage=stage)
-    yield from _of_model_ranks(layout, ranks, scenario, sizes)
-    yield from _of_experts(layout, ranks, scenario, sizes, stage=stage)
+            yield "activations are kept", not (again or ranks.total("nested") or more)
+    for of_part in (_of_data_ranks, _of_shares, _of_model_ranks, _of_experts):
+        yield from of_part(layout, ranks, scenario, sizes, stage)
 
 
 def _all_are_recomputed(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, step: Step | None) -> bool:
     share = (AGAIN_ROUTED if sizes.experts else AGAIN) * sizes.linear.passed_part
     passes = sizes.layers * scenario.accumulation * layout.world_size // layout.pp
-    if ranks.recomputed() > share or ranks.nested() >= share * passes:
+    if ranks.recomputed() > share or ranks.total("nested") >= share * passes:
         return True
     # A step that begins a rollout has forward passes that are not trained. So what is recomputed is held against the
     # tokens that are.
@@ -417,15 +385,13 @@ def _all_are_recomputed(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes
     return bool(begins and step and sum(step.work("recomputed")) >= share * step.tokens * sizes.linear.layers)
 
 
-def _of_data_ranks(
-    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None
-) -> Iterator[tuple[str, bool]]:
+def _of_data_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
     """Checks ZeRO stages, replicas, and when gradients are reduced."""
     data = layout.data * layout.sp * layout.ulysses
     alone = data == layout.data and layout.tp == layout.pp == 1  # every collective is one of data ranks
     shards = data // layout.rep
     if stage == 3 and shards > 1:
-        gathered = ranks.most(("all_gather", "broadcast"), shards, _forward)
+        gathered = ranks.most(("all_gather", "broadcast"), shards, in_forward)
         yield "weights are gathered for the forward pass, as ZeRO-3 has it", gathered > 0
     if "leaf" in layout.options and shards > 1 and alone:
         # Backward passes only: forward passes may also evaluate a rollout or count the tokens of experts.
@@ -437,7 +403,7 @@ def _of_data_ranks(
         summing = scenario.tier.summing
         if summing == scenario.tier.compute and scenario.tier.is_half:  # other sums show in their digits
             kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
-            reduced = ranks.most(kinds, None, _backward_or_later, dtype=summing.name)
+            reduced = ranks.most(kinds, None, not_forward, dtype=summing.name)
             yield f"gradients are reduced in {summing.name}", reduced > 0
     if "pertoken" in layout.options and data > 1:
         counts = ranks.most(("all_reduce",), data, _only("later"), dtype="int32")
@@ -450,15 +416,13 @@ def _of_data_ranks(
         text = "gradients are reduced after the last micro-batch only"
         yield text, all(count < last if of_layers else count == 0 for count in early)
     if "overlap" in layout.options and stage == 1 and alone:
-        gathered = ranks.most(("all_gather",), data, _forward)
+        gathered = ranks.most(("all_gather",), data, in_forward)
         yield "updated weights are gathered in the forward pass", gathered > 0
 
 
-def _of_shares(
-    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None
-) -> Iterator[tuple[str, bool]]:
+def _of_shares(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
     """Checks which share of the weights each rank holds, and whether whole gradients could be accumulated."""
-    shards = layout.data * layout.sp * layout.ulysses // layout.rep
+    shards = shards_of(layout)
     model = layout.tp * layout.pp
     width = None if scenario.tier.is_half else scenario.tier.master.bytes  # in half precision, weights have two widths
     if stage == 3 and shards > 1 and width and "offload" not in layout.options:
@@ -471,15 +435,13 @@ def _of_shares(
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most
 
 
-def _of_experts(
-    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None
-) -> Iterator[tuple[str, bool]]:
+def _of_experts(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
     """Checks expert parallelism: tokens travel, and experts' gradients are reduced over fewer ranks than others."""
     if layout.ep == 1:
         return
-    for text, where in (("tokens go to the ranks of their experts", _outside), ("gradients come back", _in_backward)):
+    for text, where in (("tokens go to the ranks of their experts", _outside), ("gradients come back", in_backward)):
         yield text, ranks.most(("all_to_all",), layout.ep, where) > 0
-    shards = layout.data * layout.sp * layout.ulysses // layout.rep
+    shards = shards_of(layout)
     # ZeRO-0 and ZeRO-1 reduce once, others the gradients of every micro-batch.
     steps = 1 if "lastsync" in layout.options or stage in (0, 1) else scenario.accumulation
     # Other collectives in groups of the same size would be counted as reductions of gradients.
@@ -499,7 +461,7 @@ def _padded(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // (PADDING * tp)) * PADDING * tp
 
 
-def _of_model_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes) -> Iterator[tuple[str, bool]]:
+def _of_model_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, _: int | None) -> Truths:
     """Checks tensor, sequence, pipeline and context parallelism."""
     vocabulary = sizes.vocabulary
     if layout.tp > 1:
@@ -512,7 +474,7 @@ def _of_model_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Si
             wide = [width for width in (vocabulary, padded) if ranks.is_wide(width) and not ranks.is_long(width)]
             yield "no rank holds logits of the whole vocabulary", not wide
     if "varlen" in layout.options:
-        yield "pipeline stages send lengths to each other", ranks.most(("send",), None, _anywhere, dtype="int64") > 0
+        yield "pipeline stages send lengths to each other", ranks.most(("send",), None, anywhere, dtype="int64") > 0
     if layout.vpp > 1:
-        sends = ranks.most(("send",), None, _anywhere)
+        sends = ranks.most(("send",), None, anywhere)
         yield "pipeline stages are interleaved", sends > 2 * scenario.accumulation

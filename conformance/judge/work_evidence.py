@@ -234,7 +234,7 @@ def exchange_claims(
     if stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout, step):
         again = LEAST * accumulation * linear.passed / layout.tp / layout.pp
         kinds = (*_GATHERS, *(_GATHERED_BYTES if "fp8gather" in layout.options else ()))
-        gathered = step.moved(kinds, _backward, partial(_is_of_data, layout, step))
+        gathered = step.moved(kinds, in_backward, partial(_is_of_data, layout, step))
         yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
     if "fp8gather" in layout.options and shards_of(layout) > 1:
         yield from _gathers_of_float8(layout, step, linear, layers=layers, trained=trained, number_bytes=number_bytes)
@@ -242,28 +242,28 @@ def exchange_claims(
     activations = tokens * linear.hidden
     if layout.tp > 1:
         of_size = _of_size(layout.tp)
-        summed = step.moved(("all_reduce", "reduce_scatter"), _forward, of_size)
+        summed = step.moved(("all_reduce", "reduce_scatter"), in_forward, of_size)
         yield at_least("activations of all layers are summed over tensor-parallel ranks", summed, sums * activations)
         if "seqpar" in layout.options:
-            cut = step.moved(("reduce_scatter",), _forward, of_size)
+            cut = step.moved(("reduce_scatter",), in_forward, of_size)
             yield at_least("activations are cut along the sequence", cut, sums * activations)
     if layout.pp > 1:
-        sent = step.moved(("send",), _anywhere, _any)
+        sent = step.moved(("send",), anywhere, _any)
         yield at_least("pipeline stages send activations of all tokens to each other", sent, activations / layout.tp)
     keys = tokens * linear.keys / layout.tp / layout.pp
     if layout.ulysses > 1:
         for text, where, least in (
-            ("forward", _forward, max(1, keys)),
-            ("backward", _backward, max(1, keys) * linear.passed_part),
+            ("forward", in_forward, max(1, keys)),
+            ("backward", in_backward, max(1, keys) * linear.passed_part),
         ):
             exchanged = step.moved(("all_to_all",), where, _of_size(layout.ulysses))
             yield at_least(f"heads are exchanged for parts of the sequence, {text}", exchanged, least)
     if layout.sp > 1:
-        sent = step.moved(("send",), _forward, _any)
+        sent = step.moved(("send",), in_forward, _any)
         if {"ring", "zigzag"} & set(layout.options):
             yield at_least("keys and values are passed around a ring", sent, max(1, keys))
         elif layout.gathers:
-            gathered = step.moved(("all_gather",), _forward, _of_size(layout.sp))
+            gathered = step.moved(("all_gather",), in_forward, _of_size(layout.sp))
             # ZeRO-3 gathers weights in the same pass, and maybe over the same ranks.
             weights = trained if stage == 3 and shards_of(layout) == layout.sp else 0
             yield at_least("keys and values are gathered", gathered, weights + max(1, keys * layout.sp))
@@ -277,7 +277,7 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
         of_data = partial(_is_of_data, layout, step)
         gathers_keys = layout.gathers or "torchcp" in layout.options  # over the same ranks, in the same pass
         if "overlap" not in layout.options and not gathers_keys and not hides_whole_weights(layout, step, due):
-            whole, most = step.moved(_GATHERS, _forward, of_data), due + gathered_numbers(layout, step)
+            whole, most = step.moved(_GATHERS, in_forward, of_data), due + gathered_numbers(layout, step)
             yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, most)
         updated = step.moved(_GATHERS, _update, _of_size(shards))
         if not stage:
@@ -291,10 +291,10 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
             claim = "gradients of every micro-batch are reduced, as ZeRO-2 has it"
             yield at_least(claim, reduced, (accumulation - 0.5) * updated)
     if layout.data > 1 and step.has_rows:
-        reduced = step.moved(_REDUCTIONS, _not_forward, step.has_other_rows)
+        reduced = step.moved(_REDUCTIONS, not_forward, step.has_other_rows)
         yield at_least("gradients are reduced over ranks with other rows", reduced, due)
     if layout.rep > 1:
-        reduced = step.moved(("all_reduce",), _not_forward, _of_size(layout.rep))
+        reduced = step.moved(("all_reduce",), not_forward, _of_size(layout.rep))
         yield at_least("gradients are reduced over replicas", reduced, due / shards)
 
 
@@ -307,13 +307,13 @@ def _gathers_of_float8(
     """
     cast_part = 1 - 2 * ("fp8ends" in layout.options) / layers
     of_data, cut = partial(_is_of_data, layout, step), layout.tp * layout.pp
-    gathered = step.moved(_GATHERED_BYTES, _forward, of_data)
+    gathered = step.moved(_GATHERED_BYTES, in_forward, of_data)
     yield at_least("weights are gathered in float8", gathered, LEAST * linear.float8 * cast_part / cut)
     # Norms and biases may be whole on all tensor-parallel ranks.
     most = SLACK * cast_part * (linear.float8 / cut + linear.beside * number_bytes)
     yield below("weights are gathered in float8, one byte each", gathered, most, "bytes")
     if not hides_whole_weights(layout, step, LEAST * trained):
-        numbers = step.moved(_GATHERS, _forward, of_data)
+        numbers = step.moved(_GATHERS, in_forward, of_data)
         outside = linear.outside + (1 - cast_part) * (linear.float8 + linear.beside) + linear.hidden  # of the last norm
         most = SLACK * outside + gathered_numbers(layout, step)
         yield below("weights in float8 are not gathered as numbers", numbers, most)
@@ -422,19 +422,19 @@ def _any(group: Sequence[int]) -> bool:
     return True
 
 
-def _anywhere(where: str) -> bool:
+def anywhere(where: str) -> bool:
     return True
 
 
-def _forward(where: str) -> bool:
+def in_forward(where: str) -> bool:
     return where == "forward"
 
 
-def _backward(where: str) -> bool:
+def in_backward(where: str) -> bool:
     return where.startswith("backward")
 
 
-def _not_forward(where: str) -> bool:
+def not_forward(where: str) -> bool:
     return where != "forward"
 
 

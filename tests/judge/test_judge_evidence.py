@@ -257,7 +257,7 @@ def test_recomputation_after_forward_passes_without_training(step: int, tokens: 
     scenario = load_scenario(FIXTURES / "scenarios" / "grpo.toml", model="models/llama", precision="exact")
     began: Any = SimpleNamespace(number=step, tokens=10, work=lambda _: [7 * tokens])
     sizes: Any = SimpleNamespace(experts=0, layers=2, linear=SimpleNamespace(layers=7, passed_part=1.0))
-    ranks: Any = SimpleNamespace(recomputed=lambda: 0.3, nested=lambda: 0)
+    ranks: Any = SimpleNamespace(recomputed=lambda: 0.3, total=lambda _: 0)
     assert _all_are_recomputed(Layout(dp=2), ranks, scenario, sizes, began) is every
 
 
