@@ -22,6 +22,7 @@ from typing import Any
 
 from conformance.judge.tolerance import Measurement
 from conformance.judge.work_evidence import (
+    IN_BUCKETS,
     Claims,
     Linear,
     Step,
@@ -198,13 +199,15 @@ def _claims_of(
             continue
         yield claim, holds, ""
     if step:
-        yield from _work(phase.layout, step, scenario, sizes, stage=stage)
+        for claim, holds, where in _work(phase.layout, step, scenario, sizes, stage=stage):
+            # DDP has one bucket in its first step, before it knows in which order gradients become ready.
+            if not (claim == IN_BUCKETS and first and "ddp" in phase.layout.options):
+                yield claim, holds, where
 
 
 def _stage_of(phase: Record) -> int | None:
     """Returns the ZeRO stage of a phase; None if it is not known."""
-    found: int | None = phase.header["backend"]["default_zero"] if phase.layout.zero is None else phase.layout.zero
-    return found
+    return phase.layout.stage(phase.header["backend"]["default_zero"])
 
 
 def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
@@ -410,7 +413,8 @@ def _of_data_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Siz
         yield "the library sums up the tokens of all ranks", counts > 0
     if "lastsync" in layout.options:
         numbers = sorted(int(where.split()[1]) for where in ranks.passes() if where.startswith("backward"))
-        *early, last = [ranks.most(("reduce_scatter",), data, _only(f"backward {n}")) for n in numbers] or [0]
+        reductions = ("all_reduce" if "ddp" in layout.options else "reduce_scatter",)
+        *early, last = [ranks.most(reductions, data, _only(f"backward {n}")) for n in numbers] or [0]
         # If equally many ranks cut activations along the sequence, every backward pass has such collectives as well.
         of_layers = "seqpar" in layout.options and layout.tp == data
         text = "gradients are reduced after the last micro-batch only"

@@ -21,6 +21,7 @@ LEAST = 0.5  # of the elements and multiplications that a layout implies; a clai
 LARGEST_BUCKET = 0.4  # of all gradients of a rank; an eighth and the rest of a bucket are due, and 0.5 if there is one
 # Of the sum of magnitudes: a result in bf16 is 2^-9 off, and Hopper adds up with 2^-13 unless it is told not to.
 FLOAT8_ERROR = 2.0**-7
+IN_BUCKETS = "gradients are reduced in small buckets"
 SLACK = 1.1  # of the largest share of a rank
 BLOCK = 128  # libraries pad rows to a multiple of this
 NUMBERS = 4  # of a token that ranks of one sequence gather: log-prob and entropy, once or twice
@@ -273,7 +274,9 @@ def exchange_claims(
 
 def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float, accumulation: int) -> Claims:
     shards = shards_of(layout)
-    if stage is not None and stage < 3 and shards > 1:
+    if stage == 2 and shards > 1 and "fsdp1" in layout.options:
+        yield from _until_backward(layout, step, due=due, accumulation=accumulation)
+    elif stage is not None and stage < 3 and shards > 1:
         of_data = partial(_is_of_data, layout, step)
         gathers_keys = layout.gathers or "torchcp" in layout.options  # over the same ranks, in the same pass
         if "overlap" not in layout.options and not gathers_keys and not hides_whole_weights(layout, step, due):
@@ -293,6 +296,9 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     if layout.data > 1 and step.has_rows:
         reduced = step.moved(_REDUCTIONS, not_forward, step.has_other_rows)
         yield at_least("gradients are reduced over ranks with other rows", reduced, due)
+        if "ddp" in layout.options:
+            reduced = step.moved(("all_reduce",), _backward, step.has_other_rows)
+            yield at_least("gradients are all-reduced in the backward pass, as DDP has it", reduced, due)
     if layout.rep > 1:
         reduced = step.moved(("all_reduce",), not_forward, _of_size(layout.rep))
         yield at_least("gradients are reduced over replicas", reduced, due / shards)
@@ -317,6 +323,20 @@ def _gathers_of_float8(
         outside = linear.outside + (1 - cast_part) * (linear.float8 + linear.beside) + linear.hidden  # of the last norm
         most = SLACK * outside + gathered_numbers(layout, step)
         yield below("weights in float8 are not gathered as numbers", numbers, most)
+
+
+def _until_backward(layout: Layout, step: Step, *, due: float, accumulation: int) -> Claims:
+    """Checks SHARD_GRAD_OP of FSDP1: weights are sharded, but stay gathered from the forward to the backward pass."""
+    of_data = partial(_is_of_data, layout, step)
+    gathered = step.moved(_GATHERS, _forward, of_data)
+    yield at_least("weights are gathered for the forward pass, as SHARD_GRAD_OP has it", gathered, due)
+    again = step.moved(_GATHERS, lambda where: where == "backward 0", of_data)
+    if not hides_gathers(layout, step):
+        yield below("weights are not gathered again for the backward pass, as SHARD_GRAD_OP has it", again, due)
+    if "lastsync" not in layout.options and not layout.gathers:
+        reduced = step.moved(_REDUCTIONS, _not_update, of_data)
+        claim = "gradients of every micro-batch are reduced, as SHARD_GRAD_OP has it"
+        yield at_least(claim, reduced, (accumulation - 0.5) * gathered)
 
 
 def hides_gathers(layout: Layout, step: Step) -> bool:
@@ -346,7 +366,7 @@ def _of_micro_batches(layout: Layout, step: Step, *, trained: float, accumulatio
             if kind in _REDUCTIONS and where not in ("forward", "update") and len(group) == shards_of(layout)
         ]
         largest = max(sizes, default=math.inf)
-        yield below("gradients are reduced in small buckets", largest, trained * LARGEST_BUCKET, "elements at a time")
+        yield below(IN_BUCKETS, largest, trained * LARGEST_BUCKET, "elements at a time")
     if "manual" in layout.options and layout.rep > 1:
         early = sum(
             elements
@@ -386,7 +406,7 @@ def not_proven(
 ) -> Iterator[tuple[str, bool]]:
     """Yields what the layout asks for, and whether no claim decides it. trained: see exchange_claims."""
     options = set(layout.options)
-    for option in ("plan", "ownopt", "torchcp", "offload"):
+    for option in ("plan", "ownopt", "torchcp", "offload", "fsdp1"):
         yield option, option in options
     yield "manual", "manual" in options and layout.pp > 1
     yield "what dropout does with numbers that it drops", "dropout" in options

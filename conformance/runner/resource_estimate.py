@@ -211,7 +211,7 @@ def gpu_bytes(cell: Cell, size: Size, adapters: Mapping[BackendEntry, Adapter]) 
 
 def _on_gpu(phase: Phase, scenario: Scenario, size: Size, default_zero: int) -> float:
     layout, compute, master = phase.layout, scenario.tier.compute.bytes, scenario.tier.master.bytes
-    stage = default_zero if layout.zero is None else layout.zero
+    stage = layout.stage(default_zero) or 0
     shards = layout.dp // (layout.rep if layout.rep < layout.dp else 1) * layout.sp * layout.ulysses
     kinds = (3, size.parameters * compute), (2, size.trained * master), (1, size.trained * 2 * master)
     masters = ((1, size.trained * master),) if compute < master else ()

@@ -203,7 +203,7 @@ class ExpectedDifference:
 
     def is_about(self, scenario: Scenario, layout: Layout, *, default_zero: int | None) -> bool:
         """Tells whether cells of this scenario in this layout are expected to differ."""
-        zero = default_zero if layout.zero is None else layout.zero
+        zero = layout.stage(default_zero)
         sizes = {axis: getattr(layout, axis) for axis in AXES}
         sizes |= {"zero": zero or 0, "ranks": layout.world_size, "accumulation": scenario.accumulation}
         return (

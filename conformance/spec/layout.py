@@ -83,6 +83,15 @@ OPTIONS: Mapping[str, Term] = {
         "ring_flash_attn zigzag; Megatron cp_comm_type p2p",
     ),
     "torchcp": Term("PyTorch's own context parallelism", "torch context_parallel; torchtitan context_parallel_degree"),
+    "ddp": Term(
+        "PyTorch's DistributedDataParallel: each rank holds the whole model, and gradients are averaged in buckets",
+        "torch DistributedDataParallel; Accelerate MULTI_GPU",
+    ),
+    "fsdp1": Term(
+        "PyTorch's FullyShardedDataParallel, with original parameters and each layer wrapped; with zero2, weights stay "
+        "gathered until the backward pass ends",
+        "torch FullyShardedDataParallel FULL_SHARD, with zero2 SHARD_GRAD_OP, with rep HYBRID_SHARD",
+    ),
     "lastsync": Term(
         "gradients are reduced at the last micro-batch only",
         "FSDP no_sync, set_requires_gradient_sync; DDP no_sync",
@@ -174,6 +183,7 @@ Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp", "fp8mx"]
 FLOAT8: tuple[Float8Recipe, ...] = get_args(Float8Recipe)  # a layout has at most one
 OWN_BALANCE = ("ownaux", "globalaux")
 _NEEDS_TP = ("plan", "seqpar", "losspar")
+WRAPPERS = ("ddp", "fsdp1")  # each replaces what reduces gradients, so a layout has at most one
 _RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
 DROPOUT_RATE = 1e-15  # of the option dropout: float64 rounds the factor 1 / (1 - rate) to about 1
 ZERO = "zero"  # prefix of the ZeRO stage in an id
@@ -232,10 +242,13 @@ class Layout:
                 raise UsageError("option reentrant is a way to recompute activations; add ckpt or leave it out")
             if option in _RINGS and self.sp == 1:
                 raise UsageError(f"option {option} needs a ring; add sp2 or leave it out")
+            if option == "ddp" and (self.zero is not None or self.rep > 1):
+                raise UsageError("with ddp every rank is a replica; leave zero and rep out, or use fsdp1")
         for kinds, what in (
             (_RINGS, "rings"),
             (FLOAT8, "recipes of float8"),
             (OWN_BALANCE, "load-balancing losses"),
+            (WRAPPERS, "wrappers of a model"),
         ):
             if len(found := [option for option in self.options if option in kinds]) > 1:
                 raise UsageError(f"options {', '.join(found)} are different {what}; keep one of them")
@@ -305,6 +318,15 @@ class Layout:
     def float8(self) -> Float8Recipe | None:
         """Returns the recipe of float8 that linear layers multiply by."""
         return next((recipe for recipe in FLOAT8 if recipe in self.options), None)
+
+    def stage(self, default: int | None) -> int | None:
+        """Returns the ZeRO stage, of a backend that has the stage ``default`` if a layout names none."""
+        return 0 if "ddp" in self.options else default if self.zero is None else self.zero
+
+    @property
+    def wrapper(self) -> str | None:
+        """Returns the option that names the wrapper of the model."""
+        return next((wrapper for wrapper in WRAPPERS if wrapper in self.options), None)
 
     @property
     def world_size(self) -> int:

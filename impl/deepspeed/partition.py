@@ -8,7 +8,6 @@ the parameter itself or, in half precision, its float32 master in the optimizer'
 tensor with this rank's pieces of many parameters; the piece of a parameter may be empty.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
 from impl.engine.optimizers import update_count
-from impl.interface.sharded_safetensors import chunks
+from impl.interface.sharded_safetensors import fill_flat
 
 # (name, start indices, shape) -> this region of the whole tensor with this name
 ReadRegion = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
@@ -70,23 +69,13 @@ class RankPlace:
     def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, read: ReadRegion) -> None:
         """Sets ``own``, flat, to elements of this rank's part of a parameter.
 
-        The elements begin at the flat index ``start`` of the part. Only the rows of the whole tensor that contain them
-        are read, one chunk at a time.
+        The elements begin at the flat index ``start`` of the part.
         """
-        if not own.numel():
-            return
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties a parameter, so its shape is lost
         origin = [0] * len(shape)
         if cut := cut_of(parameter):
             origin[cut["partition_dim"]] = sum(cut["partition_sizes"][: dist.get_rank(self.tensor_group)])
-        row, end = math.prod(shape[1:]), start + own.numel()
-        first, last = start // row, -(-end // row)
-        at = first * row  # start of a chunk in the flattened part
-        for begin, size in chunks([origin[0] + first, *origin[1:]], [last - first, *shape[1:]]):
-            low, high = max(start, at), min(end, at + math.prod(size))
-            if low < high:
-                own[low - start : high - start].copy_(read(name, begin, size).flatten()[low - at : high - at])
-            at += math.prod(size)
+        fill_flat(own, name, start, origin=origin, shape=shape, region=read)
 
 
 def cut_of(parameter: torch.nn.Parameter) -> dict[str, Any] | None:

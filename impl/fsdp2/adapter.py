@@ -62,7 +62,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     forward pass to the end of the backward pass.
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
-    shards = layout.dp // layout.rep * layout.sp
+    shards = 1 if "ddp" in layout.options else layout.dp // layout.rep * layout.sp
     sharded = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()}) // layout.pp
     outside = elements({name: shape for name, shape in own.items() if layer_of(name) is None})
     block = largest_layer(own)
@@ -133,12 +133,15 @@ class Fsdp2Backend(ReferenceBackend):
             return Unsupported(refused)
         if layout.ulysses > 1:
             return Unsupported("only DeepSpeed has Ulysses; use context parallelism (sp) instead")
-        if layout.zero is not None:
+        if layout.wrapper:
+            if refused := _wrapper_support(scenario, layout):
+                return Unsupported(refused)
+        elif layout.zero is not None:
             return Unsupported("FSDP2 has no ZeRO stages and shards everything, as ZeRO-3 does; leave the stage out")
-        if foreign := [
-            option for option in ("buckets", "pertoken", "ownopt", "ownaux", "globalaux") if option in layout.options
-        ]:
+        if foreign := [option for option in ("pertoken", "ownopt", "ownaux", "globalaux") if option in layout.options]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
+        if "buckets" in layout.options and "ddp" not in layout.options:
+            return Unsupported("FSDP reduces the gradients of a layer at once; leave buckets out, or use ddp")
         if "manual" in layout.options and (layout.rep == 1 or "lastsync" in layout.options):
             return Unsupported(
                 "manual delays what FSDP2 reduces over replicas only; use rep2 without lastsync, which delays all"
@@ -209,6 +212,19 @@ class Fsdp2Backend(ReferenceBackend):
                 "(docs/findings/packed-colwise-checkpoint.md); transfer a training state, or use ep beside tp"
             )
         return Supported()
+
+
+def _wrapper_support(scenario: Scenario, layout: Layout) -> str:
+    """Explains why DistributedDataParallel or FullyShardedDataParallel cannot run a cell; empty if they can."""
+    if layout.tp * layout.pp * layout.ep > 1:
+        return f"{layout.wrapper} beside tp, pp and ep is not built into this backend; leave {layout.wrapper} out"
+    if layout.zero not in (None, 2, 3):
+        return "FSDP1 shards parameters as ZeRO-3, or with zero2 only until they are used; use one of them, or ddp"
+    if foreign := {"offload", "manual"} & set(layout.options):
+        return f"{', '.join(foreign)} beside {layout.wrapper} is not built into this backend; leave one of them out"
+    if scenario.tier.is_half and scenario.tier.summing == scenario.tier.compute and layout.wrapper == "ddp":
+        return "DDP reduces the float32 gradients of autocast as they are; use fsdp1 for sums in half precision"
+    return ""
 
 
 def _stages_support(scenario: Scenario, layout: Layout) -> str:

@@ -74,16 +74,22 @@ class Fsdp2Model(HuggingFaceModel):
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float | None
+    scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
 
     def __init__(self, context: "Fsdp2Context", head: Head) -> None:
         super().__init__(context, head)
         # Loss scaling is for fp16 only: its gradients underflow, those of bf16 have the range of fp32.
-        self.scaler = torch.amp.GradScaler(
+        self.scaler = self.scaler_class(
             torch.device(context.config.device).type,
             init_scale=2.0**context.config.loss_scale.initial_power,
             growth_interval=context.config.loss_scale.growth_interval,
             enabled=context.config.tier.is_loss_scaled,
         )
+
+    @property
+    def called(self) -> Any:
+        """Returns the module that is called for a forward pass, and that checkpoints are made of."""
+        return self.model
 
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
@@ -183,9 +189,12 @@ class Fsdp2Model(HuggingFaceModel):
         run = self._run_stages if self.context.pipeline else self.run
         outputs = run(inputs, want=want, temperature=temperature, loss=loss, terms=terms)
         if loss is None:
-            # FSDP2 leaves parameters outside of blocks unsharded for a backward pass, but none follows.
-            cast(FSDPModule, self.model).reshard()
+            self.reshard()
         return outputs
+
+    def reshard(self) -> None:
+        """Frees parameters outside of blocks: FSDP2 leaves them unsharded for a backward pass, but none follows."""
+        cast(FSDPModule, self.model).reshard()
 
     def _run_stages(
         self,
@@ -222,7 +231,7 @@ class Fsdp2Model(HuggingFaceModel):
         if self.routers:
             self.routers.begin(inputs)
         given = {**model_inputs(self.model.config, inputs), **options}
-        logits: Tensor = self.model(input_ids=inputs.tokens, use_cache=False, **given).logits
+        logits: Tensor = self.called(input_ids=inputs.tokens, use_cache=False, **given).logits
         shard = vocabulary_shard(logits)
         outputs = outputs_of(
             shard.logits,
@@ -246,15 +255,7 @@ class Fsdp2Model(HuggingFaceModel):
         self.scaler.unscale_(self.optimizer)
 
     def optimizer_step(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.requires_grad]
-        total = dtensors.gradient_norm(gradients)
-        if self.context.pipeline:
-            total = self.context.pipeline.norm_of_all(total)
-        if self.max_grad_norm is not None:
-            coefficient = dtensors.clip_coefficient(total, self.max_grad_norm)
-            with torch.no_grad():
-                local = [g.to_local() for g in gradients]
-            torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
+        total = self.clip_gradients()
         reading = Reading(total[None])  # the copy begins before the update, so it does not wait for it
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
@@ -266,6 +267,19 @@ class Fsdp2Model(HuggingFaceModel):
             agree_on_scales(self.model)
         self.optimizer.zero_grad()
         return reading.numbers()[0]
+
+    def clip_gradients(self) -> Tensor:
+        """Clips all gradients and returns their norm before that, a scalar."""
+        gradients = [p.grad for p in self.model.parameters() if p.requires_grad]
+        total = dtensors.gradient_norm(gradients)
+        if self.context.pipeline:
+            total = self.context.pipeline.norm_of_all(total)
+        if self.max_grad_norm is not None:
+            coefficient = dtensors.clip_coefficient(total, self.max_grad_norm)
+            with torch.no_grad():
+                local = [g.to_local() for g in gradients]
+            torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
+        return total
 
     def advance_schedule(self) -> None:
         self.scheduler.step()
@@ -349,7 +363,7 @@ class Fsdp2Model(HuggingFaceModel):
         return code_that_ran(optimizer=scaler, update=self.optimizer, gradients=master)
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._by_name())
+        model, optimizer = get_state_dict(self.called, self.optimizer, options=self._by_name())
         return {
             "model": model,
             "optimizer": optimizer,
@@ -369,7 +383,7 @@ class Fsdp2Model(HuggingFaceModel):
         with dtensors.raising_first_failure():
             dcp.load(state, checkpoint_id=path)
         set_state_dict(
-            self.model,
+            self.called,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
@@ -441,6 +455,10 @@ class Fsdp2Context(ReferenceContext):
         return [self.mesh.get_group(axis) for axis in ("rep", "ep", "dp")]
 
     def new_trainable(self, head: Head) -> Fsdp2Model:
+        if wrapper := self.config.layout.wrapper:
+            from impl.fsdp2.wrapped import MODELS  # here, because its classes are derived from Fsdp2Model
+
+            return MODELS[wrapper](self, head)
         return Fsdp2Model(self, head)
 
     def teardown(self) -> None:

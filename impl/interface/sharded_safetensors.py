@@ -150,6 +150,32 @@ def fill(
         tensor[inside].copy_(region(name, begin, shape))
 
 
+def fill_flat(
+    own: torch.Tensor,
+    name: str,
+    first: int,
+    *,
+    origin: Sequence[int],
+    shape: Sequence[int],
+    region: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor],
+) -> None:
+    """Sets ``own``, (elements,), to consecutive elements of the flattened part of the tensor ``name``, one chunk at a
+    time. The part begins at ``origin`` and has this ``shape``; the elements begin at the index ``first`` in it.
+
+    Only the rows that contain them are read.
+    """
+    if not own.numel():
+        return
+    row, end = math.prod(shape[1:]), first + own.numel()
+    above, below = first // row, -(-end // row)
+    at = above * row  # start of a chunk in the flattened part
+    for begin, size in chunks([origin[0] + above, *origin[1:]], [below - above, *shape[1:]]):
+        low, high = max(first, at), min(end, at + math.prod(size))
+        if low < high:
+            own[low - first : high - first].copy_(region(name, begin, size).flatten()[low - at : high - at])
+        at += math.prod(size)
+
+
 class TensorWriter:
     """Writes tensors into a folder in Hugging Face's layout: one safetensors file, or several files with an index.
 

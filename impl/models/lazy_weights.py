@@ -20,6 +20,8 @@ from torch import Tensor
 
 from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, SliceReader, chunks
 
+WRAPPED = "._fsdp_wrapped_module"  # what FullyShardedDataParallel adds to the names of the modules that it wraps
+
 
 def published_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that a model's folder has beside parameters, by name. They are not trained, but exported."""
@@ -28,7 +30,7 @@ def published_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for prefix, module in model.named_modules()
         for name in module._buffers.keys() - module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {name.replace(WRAPPED, ""): buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from conformance.spec.scenario import (
     Scenario,
     is_adapter,
 )
-from impl.models.lazy_weights import Cast, Stored, UnreadWeights, published_buffers
+from impl.models.lazy_weights import WRAPPED, Cast, Stored, UnreadWeights, published_buffers
 
 _OF_TARGET = (".lora_A.weight", ".lora_B.weight", ".weight")  # the others end with the last one, so it is last
 NAME = "default"  # peft's name for the only adapter of a model
@@ -85,11 +85,12 @@ def is_adapted(module: torch.nn.Module) -> bool:
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters of a model, with or without an adapter, under the names that they have in files."""
+    """Yields the parameters of a model under the names that they have in files, without what adapters and wrappers
+    add."""
     for name, parameter in model.named_parameters():
         for part in PARTS:
             name = name.replace(f".{part}.{NAME}.", f".{part}.")
-        yield name.replace(".base_layer.", "."), parameter
+        yield name.replace(".base_layer.", ".").replace(WRAPPED, ""), parameter
 
 
 def trained_names(model: torch.nn.Module, config: OptimizerConfig) -> frozenset[str]:

@@ -13,6 +13,7 @@ from conformance.backends.protocol import Cut, TracedModule
 from conformance.spec.batch import Batch, Row
 from impl.interface.micro_batches import MicroBatch
 from impl.models.family_quirks import quirks_of
+from impl.models.lazy_weights import WRAPPED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +62,9 @@ def hugging_face_modules(
     sequence: whether the stream between blocks is sharded over them, along the length.
     vocabulary_start: the first token of this rank's logits; a value model has none.
     """
-    modules: Mapping[str, torch.nn.Module] = dict(model.named_modules())
+    modules: Mapping[str, torch.nn.Module] = {
+        name.replace(WRAPPED, ""): module for name, module in model.named_modules()
+    }
     stream = Cut(part=tp_rank, parts=tp) if sequence else WHOLE
     cuts = {"model.embed_tokens": (WHOLE, WHOLE), "model.norm": (stream, stream)}
     quirks = quirks_of(model.config.model_type)
