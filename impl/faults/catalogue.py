@@ -51,6 +51,8 @@ SEAMS: Mapping[str, str] = {
     "project_output": "(module, x) -> output summed over tensor-parallel ranks, and the bias to add",
     "gather_shared_key": "(own part, group=...) -> latent attention's key of all tokens, shared by heads on all ranks",
     # Reduction of gradients
+    "wrap_model": "(trainable, model) -> the model in DistributedDataParallel",
+    "delays_reduction": "(trainable, index, count) -> whether gradients of this micro-batch are reduced later",
     "reduce_gradients": "(trainable): wraps a model in the library that reduces its gradients",
     "reduce_replicas": "(...): averages gradients in place over ranks that hold the same parameters",
     "reduce_norms": "(...): sums in place gradients of replicated parameters that process a part of the work",
@@ -68,6 +70,7 @@ SEAMS: Mapping[str, str] = {
     "counts_in_norm": "(parameter, group) -> whether this rank counts it in the global norm",
     "mark_cut_gradients": "(...): marks gradients as shards, for a library's gradient norm",
     "clip_coefficient": "(norm, max_norm) -> factor for the gradients",
+    "clip_pieces": "(trainable) -> norm: clips gradients that FullyShardedDataParallel has sharded",
     "clip_threshold": "(max_norm or None) -> max_norm for a library that clips by itself; None disables clipping",
     "create_optimizer": "(trainable, model, config) -> optimizer of torch, or of the library around one of torch",
     "optimizer_step": "(trainable) -> norm: clips, updates, advances schedule and loss scale",

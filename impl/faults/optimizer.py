@@ -31,6 +31,47 @@ def clip_never(clip_threshold: Function, max_norm: float | None) -> Any:
 
 
 @ENGINE_FAULTS.add(
+    summary="a communication hook of DDP sums gradients, which DDP no longer divides by the number of ranks",
+    source="https://github.com/pytorch/pytorch/pull/42400",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", fsdp2="dp2.ddp"),
+    needs="the option ddp, and dp of 2 or more",
+)
+def undivided_buckets(wrap_model: Function, trainable: Any, model: torch.nn.Module) -> torch.nn.Module:
+    wrapped: Any = wrap_model(trainable, model)
+    wrapped.register_comm_hook(trainable.context.mesh.get_group("shard"), _summed)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _summed(group: Any, bucket: Any) -> Any:
+    reduced: Any = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return reduced.get_future().then(lambda future: future.value()[0])
+
+
+@ENGINE_FAULTS.add(
+    summary="reductions stay delayed at the last micro-batch, so every rank updates with gradients of its own",
+    source="https://github.com/modelscope/FunASR/pull/3472",
+    stage="configuration",
+    cells=sft("sft-packed", "llama", fsdp2="dp2.ddp.lastsync"),
+    needs="the options ddp and lastsync, and accumulation of 2 or more",
+)
+def no_sync_at_boundary(delays_reduction: Function, trainable: Any, index: int, count: int) -> bool:
+    return True
+
+
+@ENGINE_FAULTS.add(
+    summary="parameters that FSDP1 has sharded are clipped by torch's function, by the norm of a rank's own pieces",
+    source="https://github.com/PrimeIntellect-ai/OpenDiloco/pull/6",
+    stage="gradient norm",
+    cells=sft("sft-sgd", "llama", fsdp2="dp2.fsdp1"),
+    needs="the option fsdp1, and dp of 2 or more",
+)
+def norm_of_own_pieces(clip_pieces: Function, trainable: Any) -> Tensor:
+    bound = float("inf") if trainable.max_grad_norm is None else trainable.max_grad_norm
+    return torch.nn.utils.clip_grad_norm_(trainable.wrapper.parameters(), bound)
+
+
+@ENGINE_FAULTS.add(
     summary="gradients are divided by the loss scale of fp16, and the loss was never multiplied by it",
     source="https://github.com/deepspeedai/DeepSpeed/pull/8393",
     stage="gradients",

@@ -81,7 +81,10 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
 
 
 class Fsdp2Backend(ReferenceBackend):
-    """Runs PyTorch FSDP2 with tensor parallelism and ring attention, for any Hugging Face model that carries a plan."""
+    """Runs PyTorch FSDP2 with tensor parallelism and ring attention, for any Hugging Face model that carries a plan.
+
+    With the layout options ``ddp`` and ``fsdp1``, PyTorch's older wrappers run the model (impl.fsdp2.wrapped).
+    """
 
     info = BackendInfo(
         name="fsdp2",
@@ -110,6 +113,9 @@ class Fsdp2Backend(ReferenceBackend):
         "shard_model": "impl.fsdp2.model:Fsdp2Model._shard",
         "adapter_plan": "impl.fsdp2.tensor_parallel:_with_adapters",
         "recompute_activations": "impl.fsdp2.model:recompute_activations",
+        "wrap_model": "impl.fsdp2.wrapped:DdpModel.wrap",
+        "delays_reduction": "impl.fsdp2.wrapped:WrappedModel.delays_reduction",
+        "clip_pieces": "impl.fsdp2.wrapped:Fsdp1Model.clip_gradients",
         "norm_axes": "impl.fsdp2.dtensors:axes_to_sum",
         "clip_coefficient": "impl.fsdp2.dtensors:clip_coefficient",
         "find_overflow": "torch.amp.grad_scaler:GradScaler._unscale_grads_",

@@ -75,13 +75,12 @@ class WrappedModel(Fsdp2Model):
 
     def start_micro_batch(self, index: int, count: int) -> None:
         self._delaying.close()
-        if "lastsync" in self.options and index < count - 1:
-            self._delaying.enter_context(self.no_sync())
+        if self.delays_reduction(index, count):
+            self._delaying.enter_context(self.wrapper.no_sync())
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the wrapper's context in which gradients are not reduced."""
-        delayed: contextlib.AbstractContextManager[None] = self.wrapper.no_sync()
-        return delayed
+    def delays_reduction(self, index: int, count: int) -> bool:
+        """Returns whether the gradients of a micro-batch are not reduced before those of a later one."""
+        return "lastsync" in self.options and index < count - 1
 
     def reshard(self) -> None:
         pass

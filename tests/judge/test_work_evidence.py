@@ -68,7 +68,9 @@ def wrong(layout: str, change: Callable[[Ranks], object]) -> set[str]:
     step = Step(ranks, rows_of(of))
     claims = [
         *work_claims(of, step, scenario, LINEAR, layers=2, experts=0),
-        *exchange_claims(of, step, LINEAR, stage=of.zero, trained=TRAINED / of.tp, **MODEL, accumulation=ACCUMULATION),
+        *exchange_claims(
+            of, step, LINEAR, stage=of.stage(None), trained=TRAINED / of.tp, **MODEL, accumulation=ACCUMULATION
+        ),
     ]
     return {text for text, holds, _ in claims if not holds}
 
@@ -201,6 +203,18 @@ def reduces(where: str, *, pieces: int = 1) -> Callable[[Ranks], None]:
     return change
 
 
+def moves_gathers(*passes: str, reduced: str = "backward 0") -> Callable[[Ranks], None]:
+    """Gathers weights in these passes instead of after the update, and reduces gradients in a backward pass."""
+
+    def change(ranks: Ranks) -> None:
+        for rank in ranks:
+            kind, group, _, count, elements = rank["moved"].pop(1)
+            rank["moved"] += [[kind, group, where, count, elements] for where in passes]
+            rank["moved"][0][2] = reduced
+
+    return change
+
+
 def says_when(ranks: Ranks) -> None:
     for rank in ranks:
         rank["boundaries"] = ACCUMULATION
@@ -269,6 +283,16 @@ AGAIN, IN_FLOAT8, AS_NUMBERS = (
         ("dp2.tp2.zero3.fp8tensor.fp8gather", gathers_bytes(LINEAR.layers // 2, "forward"), ""),
         ("dp2.zero3.fp8tensor.fp8gather.fp8ends", gathers_bytes(LINEAR.layers // 4, "forward"), ""),
         ("dp2.zero3.fp8tensor.fp8gather.fp8ends", gathers_bytes(LINEAR.layers // 5, "forward"), IN_FLOAT8),
+        ("dp2.ddp", moves_gathers(), ""),
+        ("dp2.ddp", moves_gathers("update"), "all ranks update all weights, as ZeRO-0 has it"),
+        ("dp2.ddp", moves_gathers(reduced="later"), "gradients are all-reduced in the backward pass, as DDP has it"),
+        ("dp2.zero2.fsdp1", moves_gathers("forward"), ""),
+        ("dp2.zero2.fsdp1", moves_gathers(), "weights are gathered for the forward pass, as SHARD_GRAD_OP has it"),
+        (
+            "dp2.zero2.fsdp1",
+            moves_gathers("forward", "backward 0"),
+            "weights are not gathered again for the backward pass, as SHARD_GRAD_OP has it",
+        ),
         ("dp2.rep2.sp2.zero3", keeps, ""),
         ("dp2.rep2.sp2.zero3", moves_little("all_gather", "backward"), AGAIN),
         ("dp2.tp2.zero0", keeps, "all ranks update all weights, as ZeRO-0 has it"),

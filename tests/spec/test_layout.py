@@ -58,6 +58,8 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.zigzag", "option zigzag needs a ring; add sp2"),
         ("dp2.varlen", "option varlen is for pipeline stages; add pp2"),
         ("dp2.vpp2", "vpp=2 divides the work of pipeline stages further; add pp2"),
+        ("dp2.ddp.fsdp1", "options ddp, fsdp1 are different wrappers of a model; keep one"),
+        ("dp2.zero1.ddp", "with ddp every rank is a replica; leave zero and rep out, or use fsdp1"),
         ("sp2.ring.zigzag", "options ring, zigzag are different rings; keep one"),
         ("dp2.stride2", "stride=2 is for rings that gather keys and values; use sp2"),
         ("sp2.stride2.ring", "stride=2 is for rings that gather .* without ring or zigzag"),
