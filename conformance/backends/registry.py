@@ -155,6 +155,8 @@ class InProcessAdapter:
         kind = scenario.objective.kind  # reading a scenario may have added it to those of the adapter
         if kind not in tuple(getattr(self._adapter, "objectives", ("sft",))):
             return Unsupported(f"{self._adapter.describe().name} does not train the objective {kind!r}")
+        if (optimizer := scenario.optimizer.name) not in tuple(getattr(self._adapter, "optimizers", ("sgd", "adamw"))):
+            return Unsupported(f"{self._adapter.describe().name} does not train with {optimizer}; use adamw, or sgd")
         return self._answer("supports", scenario, layout)
 
     def supports_checkpoint(self, scenario: Scenario, before: Layout, after: Layout) -> Support:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from conformance.judge.tensor_views import (
+    Lazy,
     StepViews,
     Tensors,
     TensorView,
@@ -28,14 +29,14 @@ from conformance.judge.tensor_views import (
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
-from conformance.oracle.optimizer import AdamW, clip_factor, make_optimizer
+from conformance.oracle.optimizer import AdamW, Muon, clip_factor, make_optimizer
 from conformance.oracle.policy_gradient import divergence
 from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.objectives import REFERENCE_KL, PolicyGradient
 from conformance.spec.observables import AGAINST_REBUILT, LOGPROBS, LOSS, SKIPPED, Observable, is_unread
 from conformance.spec.precision import FloatFormat
-from conformance.spec.scenario import Scenario
+from conformance.spec.scenario import OptimizerConfig, Scenario
 
 REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
 MOMENT_ROUNDINGS = 8  # of a moment in a step: norm, clip factor and clipping, two products and their sum
@@ -188,8 +189,10 @@ def _of_tensor(
     known, together = False, list[_Step]()
     for step in steps:
         if step.first:
-            optimizer, sizes = (make_optimizer(scenario.optimizer, variant) for _ in range(2))
-            known, together = True, []
+            dims = step.before.elements[name].ndim if name in step.before.tensors else 0
+            half = not scenario.tier.is_exact
+            optimizer, sizes = (make_optimizer(scenario.optimizer, name, dims, variant, half=half) for _ in range(2))
+            known, together = not (isinstance(optimizer, Muon) and name in step.before.samples), []
         if step.skipped:
             if name in step.before.tensors and name in step.after.tensors:
                 yield _unchanged(step, name)
@@ -198,7 +201,7 @@ def _of_tensor(
         elif name in step.unread or name in step.gradients.tensors:
             if not together:
                 start = weight = step.before.elements[name].double()
-                moved = torch.zeros_like(weight)
+                moved, noise = torch.zeros_like(weight), 0.0
             together.append(step)
             if step.unread:
                 if name not in step.first_moment.tensors or name not in step.after.tensors:
@@ -209,7 +212,8 @@ def _of_tensor(
             else:
                 gradient = step.factor * step.gradients.elements[name].double()
             weight = optimizer.step({name: weight}, {name: gradient}, step.lr)[name]
-            moved = moved + sizes.step({name: torch.zeros_like(weight)}, {name: gradient.abs()}, step.lr)[name].abs()
+            moved = moved + sizes.size(gradient, name, step.lr)
+            noise += NOISE_FACTOR * optimizer.noise(name, step.lr) if isinstance(optimizer, Muon) else 0.0
         if together and name in step.after.tensors:
             first, rounding, after = together[0], scenario.tier.master.rounding, step.after.elements[name].double()
             over = f" over steps {first.step} and {step.step}" if step is not first else ""
@@ -218,7 +222,7 @@ def _of_tensor(
                 error = optimizer.error_of_second(name, step.second_moment.elements[name].double())
                 errors[f"exp_avg_sq of {name}"] = error, UPDATE_ROUNDINGS * rounding
             unit = start.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved
-            error = (after - weight).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
+            error = ((after - weight).abs() - noise).clamp(min=0) / unit.clamp(min=torch.finfo(torch.float64).tiny)
             errors[name] = error, REBUILT_ROUNDINGS * len(together) * rounding
             # The second moment tells whether the first one is right. Without it, weights do.
             error, bound = next(iter(errors.values()))
@@ -271,7 +275,7 @@ def _read_in_moments(step: _Step, clipped: Mapping[str, _Clipped], scenario: Sce
     if step.norms and clipped.keys() == step.unread:
         (norm, expected), limit = step.norms, scenario.optimizer.max_grad_norm
         size = math.hypot(*(one.norm for one in clipped.values()))
-        share = 1 - scenario.optimizer.betas[0] if scenario.optimizer.name == "adamw" else 1.0  # of it in a moment
+        share = min(_shares(scenario.optimizer))  # of it in a moment
         amplified = max(1.0, step.first_moment.norm / (share * size or 1.0))
         applied, bound = size / norm, EXACT if scenario.tier.is_exact else NORM_ROUNDINGS * ROUNDING * amplified
         found = number_off(step.stage, CLIP, step.step, applied, step.factor, unit=step.factor, fixed=bound)
@@ -289,14 +293,21 @@ def _read_in_moments(step: _Step, clipped: Mapping[str, _Clipped], scenario: Sce
             yield error
 
 
+def _shares(config: OptimizerConfig) -> tuple[float, ...]:
+    """Returns the shares of a gradient that enter first moments."""
+    of_muon = (1 - config.momentum,) if config.name == "muon" else ()
+    return (1.0,) if config.name == "sgd" else (1 - config.betas[0], *of_muon)
+
+
 def _steps(
     phases: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
 ) -> Iterator[_Step]:
     key = weights[0].key
     prefix = key.removesuffix("weight")
     gradient = f"{prefix}gradient"
-    adamw, momentum = scenario.optimizer.name == "adamw", scenario.optimizer.momentum
-    kinds = ("exp_avg", "exp_avg_sq") if adamw else ("momentum_buffer" if momentum else "", "")
+    config = scenario.optimizer
+    has_adamw, has_momentum = config.name != "sgd", config.momentum > 0 or config.name == "muon"
+    firsts = [kind for kind, is_kept in (("exp_avg", has_adamw), ("momentum_buffer", has_momentum)) if is_kept]
     of_gradients = next(o.stage for o in oracle.observables if o.key == gradient)
     of_norm = next(o for o in oracle.observables if o.norm_of == gradient)
     references = {step.step: step for step in oracle.steps}
@@ -331,8 +342,8 @@ def _steps(
                 factor=_factor(step, reference, prefix, views[gradient], scenario) if reference else 1.0,
                 known=known,
                 unread=trained if unread else frozenset(),
-                first_moment=views[prefix + kinds[0]],
-                second_moment=views[prefix + kinds[1]],
+                first_moment=_joined([views[prefix + kind] for kind in firsts]),
+                second_moment=views[prefix + ("exp_avg_sq" if has_adamw else "")],
                 expected=StepViews(reference.tensors())[gradient] if reference and unread else TensorView(tensors={}),
                 norms=_norms(step, reference, of_norm.key) if reference and unread else None,
                 of_gradients=of_gradients,
@@ -340,6 +351,16 @@ def _steps(
             )
             previous = previous if skipped and is_unread(key, step.line) else views
             first = False
+
+
+def _joined(views: Sequence[TensorView]) -> TensorView:
+    """Returns one view of tensors of different names."""
+    where = {name: view for view in views for name in view.tensors}
+    return TensorView(
+        tensors=Lazy(where, lambda name: where[name].tensors[name]),
+        norms={name: norm for view in views for name, norm in view.norms.items()},
+        samples={name: sample for view in views for name, sample in view.samples.items()},
+    )
 
 
 def _norms(step: StepRecord, reference: StepRecord, key: str) -> tuple[float, float] | None:

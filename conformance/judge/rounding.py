@@ -60,7 +60,7 @@ def amplified_noise(runs: Sequence[Sequence[StepRecord]], oracle: Record, scenar
     """Computes the amplified noise from the steps of the single-process runs in the cell's precision (in the exact
     tier: of the cell itself) and the float64 oracle. SGD amplifies nothing."""
     found = Amplified()
-    if scenario.optimizer.name != "adamw":
+    if scenario.optimizer.name == "sgd":
         return found
     for key in dict.fromkeys(o.key for o in oracle.observables if o.rebuilt):
         weights = [o for o in oracle.observables if o.key == key and o.rebuilt]
@@ -92,6 +92,8 @@ def _of_model(
         count += bool(gradients)  # a skipped update has none
         noise |= _noise(_float64(own, gradient), gradients, most=EXACT if exact else math.inf)
         for name, g in gradients.items():
+            if config.orthogonalizes(name, g.ndim):  # what Muon amplifies shows in the noise of its update
+                continue
             error = noise.get(name, torch.zeros_like(g))
             relative = error.norm() / g.norm().clamp(min=torch.finfo(g.dtype).tiny)
             rows = (factor * error).reshape(len(g) if g.ndim > 1 else 1, -1)

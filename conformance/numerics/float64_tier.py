@@ -93,7 +93,9 @@ class _LiftInPython(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _CASTS and args[0].dtype not in LOW:
-            return args[0].double(**kwargs)
+            lifted = args[0].double(**kwargs)
+            # To another dtype these two would have copied, so that the caller may write into the result.
+            return lifted.clone() if lifted is args[0] and func is not Tensor.float else lifted
         args, kwargs = _lifted(func, args, kwargs) or (args, kwargs)
         return func(*args, **kwargs)
 

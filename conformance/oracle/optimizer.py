@@ -1,4 +1,4 @@
-"""Clips gradients, steps SGD and AdamW, and adjusts the fp16 loss scale, in plain tensor arithmetic.
+"""Clips gradients, steps SGD, AdamW and Muon, and adjusts the fp16 loss scale, in plain tensor arithmetic.
 
 It uses neither torch.optim, torch.nn.utils nor a library's scaler, so that a bug in how a backend drives those cannot
 hide here as well. The conventions (clipping, weight decay, schedule, loss scale) are in conformance/spec/scenario.py.
@@ -47,6 +47,10 @@ class Sgd:
             self._velocity[name] = gradient if before is None else self._momentum * before + gradient
         return {name: weights[name] - lr * velocity for name, velocity in self._velocity.items()}
 
+    def size(self, gradient: torch.Tensor, name: str, lr: float) -> torch.Tensor:
+        """Steps with the absolute values of a gradient; returns the update, whose terms do not cancel then."""
+        return self.step({name: torch.zeros_like(gradient)}, {name: gradient.abs()}, lr)[name].abs()
+
     def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
         """Returns the gradient after whose step a parameter's momentum buffer is ``moment``."""
         before = self._velocity.get(name)
@@ -86,6 +90,10 @@ class AdamW:
             updated[name] = weight - lr * (m_hat / (v_hat.sqrt() + self._config.eps) + decay * weight)
         return updated
 
+    def size(self, gradient: torch.Tensor, name: str, lr: float) -> torch.Tensor:
+        """Steps with the absolute values of a gradient; returns the update, whose terms do not cancel then."""
+        return self.step({name: torch.zeros_like(gradient)}, {name: gradient.abs()}, lr)[name].abs()
+
     def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
         """Returns the gradient after whose step a parameter's first moment is ``moment``."""
         beta1, before = self._config.betas[0], self._first.get(name)
@@ -105,8 +113,107 @@ class AdamW:
         return (moment.sqrt() - root).abs() / (root + eps)
 
 
-def make_optimizer(config: OptimizerConfig, variant: Variant = HONEST) -> Sgd | AdamW:
-    return Sgd(config) if config.name == "sgd" else AdamW(config, variant)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial of a Newton-Schulz step
+ITERATIONS = 5
+SMALLEST = 1e-7  # norm that a matrix is divided by
+# A step multiplies a singular value near 0 by the first coefficient, and so errors in directions that a gradient of few
+# tokens does not have.
+GAIN = COEFFICIENTS[0] ** ITERATIONS
+
+
+def orthogonalized(matrix: torch.Tensor, *, half: bool) -> torch.Tensor:
+    """Moves the singular values of a matrix near to 1 by Newton-Schulz steps X <- a X + (b X X' + c (X X')^2) X.
+
+    This is the function of https://kellerjordan.github.io/posts/muon/. It begins with X = matrix / its Frobenius norm,
+    and multiplies from the side on which X X' is smaller. ``half``: every result is rounded to bfloat16, in which Muon
+    computes this.
+    """
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.bfloat16).to(tensor.dtype) if half else tensor
+
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = rounded(matrix.mT if is_tall else matrix)
+    x = rounded(x / rounded(x.norm()).clamp(min=SMALLEST))
+    for _ in range(ITERATIONS):
+        gram = rounded(x @ x.mT)
+        x = rounded(a * x + rounded(b * gram + c * gram @ gram) @ x)
+    return x.mT if is_tall else x
+
+
+class Muon:
+    """Updates matrices by orthogonalized momentum: B <- momentum B + (1 - momentum) g, U = B, or with Nesterov momentum
+    U = momentum B + (1 - momentum) g, and w <- w - lr weight_decay w - lr factor orthogonalized(U).
+
+    The buffer is that of Keller Jordan's code. torch's documentation writes it without the factor 1 - momentum, which
+    orthogonalization removes. ``step`` returns the new weights of the parameters that have gradients. ``half``:
+    orthogonalization is rounded to bfloat16.
+    """
+
+    def __init__(self, config: OptimizerConfig, *, half: bool) -> None:
+        self._config, self._half = config, half
+        self._momentum: Weights = {}
+        self._directions: Weights = {}
+        self._steps = 0
+
+    def step(self, weights: Weights, gradients: Weights, lr: float) -> Weights:
+        self._add(gradients)
+        updated = {}
+        for name in gradients:
+            direction = self._directions[name]
+            decayed = weights[name] * (1 - lr * self._config.weight_decay)
+            rate = lr * self._factor(direction.shape)
+            updated[name] = decayed - rate * orthogonalized(direction, half=self._half)
+        return updated
+
+    def _add(self, gradients: Weights) -> None:
+        """Adds gradients to the momentum."""
+        beta = self._config.momentum
+        self._steps += 1
+        for name, g in gradients.items():
+            moment = beta * self._momentum.get(name, torch.zeros_like(g)) + (1 - beta) * g
+            self._momentum[name] = moment
+            self._directions[name] = beta * moment + (1 - beta) * g if self._config.nesterov else moment
+
+    def _factor(self, shape: torch.Size) -> float:
+        rows, columns = shape
+        if self._config.adjust_lr == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / columns))
+
+    def size(self, gradient: torch.Tensor, name: str, lr: float) -> torch.Tensor:
+        """Steps with a gradient; returns the number that the relative rounding of the gradient is to be multiplied with
+        for the error of an element of the update."""
+        self._add({name: gradient})
+        return torch.full_like(gradient, lr * self._factor(gradient.shape) * GAIN)
+
+    def noise(self, name: str, lr: float) -> float:
+        """Returns by how much rounding to bfloat16 moves an element of the last update at most; 0 without rounding."""
+        if not self._half:
+            return 0.0
+        direction = self._directions[name]
+        moved = orthogonalized(direction, half=True) - orthogonalized(direction, half=False)
+        return lr * self._factor(direction.shape) * moved.abs().max().item()
+
+    def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient after whose step a parameter's momentum is ``moment``."""
+        beta, before = self._config.momentum, self._momentum.get(name)
+        return (moment if before is None else moment - beta * before) / (1 - beta)
+
+    def gradient_rounding(self, name: str) -> torch.Tensor:
+        """Returns how far ``gradient_of`` may be off, by the relative rounding of a step of the momentum, if the steps
+        of this optimizer were made with the absolute values of gradients."""
+        return self._steps * self._momentum[name].abs() / (1 - self._config.momentum)
+
+
+def make_optimizer(
+    config: OptimizerConfig, name: str, dims: int, variant: Variant = HONEST, *, half: bool = False
+) -> Sgd | AdamW | Muon:
+    """Makes the optimizer of a parameter. ``half``: Muon orthogonalizes in bfloat16, as libraries do."""
+    if config.name == "sgd":
+        return Sgd(config)
+    return Muon(config, half=half) if config.orthogonalizes(name, dims) else AdamW(config, variant)
 
 
 LARGEST = 65504.0  # finite number of float16

@@ -45,7 +45,7 @@ SPARE = 0.3  # share of a GPU's free memory
 
 def bytes_needed(scenario: Scenario, models: Mapping[str, Path], policy: Policy) -> int:
     """Returns the bytes of weights, gradients and optimizer states of all models."""
-    moments = {"adamw": 2, "sgd": 1}[scenario.optimizer.name] if scenario.steps > 1 else 0
+    moments = {"adamw": 2, "muon": 2, "sgd": 1}[scenario.optimizer.name] if scenario.steps > 1 else 0
     total = 0
     for role in scenario.objective.roles:
         elements = elements_of({role.name: models[role.name]})

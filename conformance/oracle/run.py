@@ -201,7 +201,7 @@ def run_oracle(
         variant = variant_of(defects)
         roles, elements = scenario.objective.roles, elements_of(models)
         loaded = [_load(role, models[role.name], scenario, policy, variant, devices, trusted) for role in roles]
-        _begin(scenario, loaded, variant)
+        _begin(scenario, loaded, policy, variant)
         above = sketched_above(scenario.sketch, elements)
         writer = RecordWriter(
             out,
@@ -299,10 +299,14 @@ def _tier(policy: Policy, folders: Iterable[Path]) -> contextlib.AbstractContext
     return exact_tier() if second_class and policy.compute == torch.float64 else contextlib.nullcontext()
 
 
-def _begin(scenario: Scenario, models: Sequence[Model], variant: Variant) -> None:
+def _begin(scenario: Scenario, models: Sequence[Model], policy: Policy, variant: Variant) -> None:
     """Creates new optimizers, and resets schedule and loss scale."""
     for model in (model for model in models if model.role.trained):
-        model.optimizers = {name: make_optimizer(scenario.optimizer, variant) for name in model.trained}
+        half = policy.compute != torch.float64
+        model.optimizers = {
+            name: make_optimizer(scenario.optimizer, name, model.weights[name].ndim, variant, half=half)
+            for name in model.trained
+        }
         model.updates = 0
         config = scenario.judged_loss_scale
         model.loss_scale = LossScale(config) if config else None
@@ -329,7 +333,7 @@ def _train(
             continue
         step_started = time.perf_counter()
         if step in restarts:
-            _begin(scenario, models, variant)
+            _begin(scenario, models, policy, variant)
         for model in (model for model in models if step in merges and adapters[model.role.name]):
             model.weights = model.decoder.merged(model.weights) | adapters[model.role.name]
         observed = observe(annotation.batch, models, scenario.objective, policy, variant, shifts=shifts)

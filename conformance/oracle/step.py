@@ -24,7 +24,7 @@ from conformance.oracle.loss_terms import (
     target_positions,
 )
 from conformance.oracle.objectives import functions_of, rollout_functions_of
-from conformance.oracle.optimizer import AdamW, LossScale, Sgd
+from conformance.oracle.optimizer import AdamW, LossScale, Muon, Sgd
 from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import Decoder
 from conformance.spec.batch import Batch, Document, Row
@@ -112,7 +112,7 @@ class Model:
     decoder: Decoder
     weights: Weights
     trained: frozenset[str]
-    optimizers: dict[str, Sgd | AdamW] = field(default_factory=dict)
+    optimizers: dict[str, Sgd | AdamW | Muon] = field(default_factory=dict)
     loss_scale: LossScale | None = None
     updates: int = 0
     z_loss: float = 0.0

@@ -55,6 +55,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."  # precedes the parameter's name in WEIGHTS_FILE
 PARTS = ("lora_A", "lora_B")
 ALL_LINEAR = "all-linear"
+IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.\d+\.")  # in the name of a parameter
 LINEAR = "_proj.weight"  # suffix of the names of linear layers inside a model's layers
 Size = Annotated[int, Field(strict=True, ge=1, le=2**16)]
 Target = Annotated[str, Field(pattern=r"^[\w.]+$", max_length=200)]
@@ -87,12 +88,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """Configures SGD with momentum, or AdamW. ``max_grad_norm`` None leaves the gradients unclipped.
+    """Configures SGD with momentum, AdamW, or Muon. ``max_grad_norm`` None leaves the gradients unclipped.
 
+    Muon (https://kellerjordan.github.io/posts/muon/) orthogonalizes the momentum of the matrices of a model's layers,
+    with ``nesterov`` the momentum after one more step; AdamW updates all other parameters, with the same ``lr`` and
+    ``weight_decay``. ``adjust_lr``: the factor of the update of a matrix (A, B), by torch's names: ``original`` is
+    sqrt(max(1, A / B)), ``match_rms_adamw`` is 0.2 sqrt(max(A, B)) (arXiv 2502.16982, equation 4).
     ``frozen``: shell patterns of Hugging Face parameter names that are not trained, in every model of the objective.
     """
 
-    name: Literal["sgd", "adamw"]
+    name: Literal["sgd", "adamw", "muon"]
     lr: Annotated[float, Field(strict=True, gt=0, le=1000)]
     momentum: Fraction = 0.0
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -100,12 +105,18 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e12)] | None = None
     frozen: tuple[str, ...] = ()
+    nesterov: Flag = True
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
 
     def __post_init__(self) -> None:
         if self.name == "sgd" and self.weight_decay:
             raise ValueError("sgd has no weight decay here; use weight_decay=0, or adamw")
         if self.name == "adamw" and self.momentum:
             raise ValueError("adamw has betas instead of a momentum; use momentum=0, or sgd")
+
+    def orthogonalizes(self, name: str, dims: int) -> bool:
+        """Tells whether Muon updates a parameter; AdamW updates embeddings, heads, vectors and stacked experts."""
+        return self.name == "muon" and dims == 2 and bool(IN_LAYER.search(name))
 
     def trains(self, name: str) -> bool:
         """Tells whether a parameter of a trained model is trained."""

@@ -155,9 +155,9 @@ class Watch(EagerMode):
     (counted from 0), and ``later`` otherwise: forward passes of later micro-batches, clipping, the optimizer.
 
     collectives: number by (kind, size of the group, dtype, pass), for groups of at least two ranks.
-    products: number of matrix products by (dtype, phase). The phase is ``forward``, ``backward``, or ``recomputed``: a
-        forward pass inside a backward pass, recognised by the autograd graph that it records, or that records one of
-        FUNCTIONS.
+    products: number of matrix products by (dtype, phase), without those of the update. The phase is ``forward``,
+        ``backward``, or ``recomputed``: a forward pass inside a backward pass, recognised by the autograd graph that it
+        records, or that records one of FUNCTIONS.
     linear: number of products of linear layers in forward passes, by dtype. All other products are batched, as in
         attention, and their number depends on the kernel.
     compiled: number of products of linear layers in forward passes that code of torch.compile makes.
@@ -170,7 +170,7 @@ class Watch(EagerMode):
     reduced: number of elements that were summed over a group, by size of the group.
     moved: number of collectives of floating-point numbers or gathered bytes, and of their elements, by (kind or BYTES,
         ranks of the group, pass). After ``begin_update`` the pass is ``update``.
-    work: multiplications of the products of linear layers, by phase, without those of the update.
+    work: multiplications of the products of linear layers, by phase.
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
     boundaries: number of calls of the methods in BY_CALLER.
@@ -384,7 +384,7 @@ class Watch(EagerMode):
             for activations, mask in (factors, factors[::-1]):
                 if (state := self._masks.pop(mask.untyped_storage()._cdata, None)) is not None:
                     self._drop(activations, state)
-        if operator.is_product:
+        if operator.is_product and not self._updating:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
             self.products[_name(result.dtype), phase] += 1
@@ -392,8 +392,7 @@ class Watch(EagerMode):
                 self.float8 += 1
                 self.float8_error = max(self.float8_error, _product_error(args, result))
             if operator.name in _LINEAR:
-                if not self._updating:
-                    self.work[phase] += result.numel() * args[operator.name == "addmm"].shape[-1]
+                self.work[phase] += result.numel() * args[operator.name == "addmm"].shape[-1]
                 self.linear[_name(result.dtype)] += phase == "forward"
                 self.compiled += phase == "forward" and operator.func._overloadname == "out" and _in_compiled_code()
                 self.again += phase == "recomputed"

@@ -20,7 +20,7 @@ from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms,
 from impl.interface.trainable import Dtype
 from impl.models.export import write_merged, write_model
 from impl.models.loading import empty_model
-from impl.models.lora import load_adapter
+from impl.models.lora import load_adapter, named_parameters
 from impl.models.router import Routers, with_router_terms
 from impl.models.tracing import hugging_face_modules, token_numbers
 
@@ -56,7 +56,8 @@ class HuggingFaceModel:
             set_dropout(model, DROPOUT_RATE)
 
     def parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
-        return parameter_groups(trained_parameters(model, config), config)
+        matrices = [p for name, p in named_parameters(model) if config.orthogonalizes(name, p.dim())]
+        return parameter_groups(trained_parameters(model, config), config, matrices=matrices)
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
         groups = self.parameter_groups(model, config)

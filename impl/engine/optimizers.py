@@ -4,7 +4,7 @@ The sums of squares for gradient norms are exact to the last digits on a CPU as 
 (docs/findings/torch-norm-on-cpus.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.models.lora import named_parameters, trained_names
 
+MATRICES = "orthogonalizes"  # key of a group of parameters
+
 
 def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the sum of squares of each tensor, a float64 scalar."""
@@ -26,23 +28,58 @@ def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def parameter_groups(
-    parameters: Iterable[Parameter], config: OptimizerConfig, *, dims: Callable[[Parameter], int] = Parameter.dim
+    parameters: Iterable[Parameter],
+    config: OptimizerConfig,
+    *,
+    dims: Callable[[Parameter], int] = Parameter.dim,
+    matrices: Collection[Parameter] = (),
 ) -> list[dict[str, Any]]:
     """Groups parameters for an optimizer: AdamW decays parameters with two or more dimensions, SGD decays none.
 
     No group is empty.
 
     ``parameters``: the trained parameters. ``dims``: returns a parameter's number of dimensions; libraries that flatten
-        the parameters that they shard need their own function.
+        the parameters that they shard need their own function. ``matrices``: those that Muon updates; their group has
+        the key MATRICES.
     """
     parameters = list(parameters)
     if config.name == "sgd":
         return [{"params": parameters}]
+    muons = {id(parameter) for parameter in matrices}
+    others = [p for p in parameters if id(p) not in muons]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if dims(p) >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if dims(p) < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if id(p) in muons], "weight_decay": config.weight_decay, MATRICES: True},
+        {"params": [p for p in others if dims(p) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if dims(p) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Steps torch's Muon and AdamW as one optimizer, for a schedule, a loss scaler and checkpoints that take one.
+
+    Each of the two has its own groups; the option ``ns_steps`` tells which are Muon's.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self._muon, self._adamw = muon, adamw
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Lets both optimizers work on the groups and the state of this one."""
+        for one, is_muon in ((self._muon, True), (self._adamw, False)):
+            one.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == is_muon]
+            one.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # torch's load_state_dict calls it
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self._muon.step()
+        self._adamw.step()
 
 
 def trained_parameters(model: Module, config: OptimizerConfig) -> list[Parameter]:
@@ -61,11 +98,22 @@ def freeze_others(model: Module, config: OptimizerConfig) -> None:
 def torch_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig, *, device: str, precision: PrecisionName
 ) -> torch.optim.Optimizer:
-    """Builds torch's SGD or AdamW over the groups of ``parameter_groups``; AdamW is fused on GPUs to save memory."""
+    """Builds torch's optimizer over the groups of ``parameter_groups``; AdamW is fused on GPUs to save memory."""
     if config.name == "sgd":  # whose fused kernel takes no DTensor
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     fused = updates_in_one_kernel(device=device, precision=precision)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    matrices = [group for group in groups if MATRICES in group]
+    others = [group for group in groups if MATRICES not in group]
+    adamw = torch.optim.AdamW(others, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return MuonWithAdamW(muon(matrices, config), adamw) if matrices else adamw
+
+
+def muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Muon:
+    """Builds torch's Muon over groups of matrices."""
+    groups = [{key: value for key, value in group.items() if key != MATRICES} for group in groups]
+    return torch.optim.Muon(
+        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, adjust_lr_fn=config.adjust_lr
+    )
 
 
 def updates_in_one_kernel(*, device: str, precision: PrecisionName) -> bool:
@@ -83,7 +131,8 @@ def update_count(count: torch.Tensor, optimizer: torch.optim.Optimizer, updated:
 
     AdamW counts in place, on the CPU; its fused kernel reads the count on the device.
     """
-    device = updated.device if optimizer.param_groups[0]["fused"] else torch.device("cpu")
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    device = updated.device if is_fused else torch.device("cpu")
     return count.to(device, torch.get_default_dtype(), copy=True)
 
 

@@ -129,10 +129,22 @@ def distilled(scenario: str = "distillation", **layouts: str) -> FaultCells:
     return FaultCells(scenario=scenario, model="llama", layouts=layouts or RL_LAYOUTS, unobservable=unobservable)
 
 
-def resume(saves: Resumes = "state", *, model: str = "llama", only: Reasons | None = None) -> FaultCells:
-    """Cells of two phases, in which the second phase resumes from what the first one ``saves``."""
+def resume(
+    saves: Resumes = "state",
+    *,
+    scenario: str = "sft-warmup",
+    model: str = "llama",
+    only: Reasons | None = None,
+    **layouts: str,
+) -> FaultCells:
+    """Cells of two phases, in which the second phase resumes from what the first one ``saves``. ``layouts``: by
+    backend; default: RESUME_LAYOUTS."""
     return FaultCells(
-        scenario="sft-warmup", model=model, layouts=RESUME_LAYOUTS, saves=saves, unobservable=_unobservable(only)
+        scenario=scenario,
+        model=model,
+        layouts=layouts or RESUME_LAYOUTS,
+        saves=saves,
+        unobservable=_unobservable(only),
     )
 
 

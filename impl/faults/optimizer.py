@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from conformance.backends.faults import Function
 from impl.faults.declaration import BF16, FP16, HALF, OFFLOADED, ROUNDING, Faults, sft
@@ -194,6 +195,30 @@ def unmarked_shards(mark_cut_gradients: Function, *arguments: Any) -> None:
 )
 def step_at_setup(forget_steps: Function, *arguments: Any) -> None:
     pass
+
+
+@OPTIMIZER_FAULTS.add(
+    summary="Muon orthogonalizes the part of a matrix that each rank holds, instead of the matrix",
+    source="https://github.com/hiyouga/LlamaFactory/pull/10618",
+    stage="clipped update",
+    cells=sft("sft-muon-rms", "llama", fsdp2="dp2"),
+    needs="Muon, and matrices that ranks share",
+)
+def orthogonalized_shards(orthogonalize: Function, matrix: Any, *options: Any) -> Any:
+    own = orthogonalize(matrix.to_local(), *options)
+    return DTensor.from_local(own, matrix.device_mesh, matrix.placements, shape=matrix.shape, stride=matrix.stride())
+
+
+@OPTIMIZER_FAULTS.add(
+    summary="the learning rate of a matrix under Muon is adjusted by other dimensions than the matrix has",
+    source="https://github.com/huggingface/pytorch-image-models/pull/2791",
+    stage="clipped update",
+    cells=sft("sft-muon", "llama", fsdp2="tp2"),
+    needs="Muon, and matrices that are not square",
+)
+def rate_of_transposed(adjust_rate: Function, lr: float, adjustment: str, shape: Any) -> float:
+    rate: float = adjust_rate(lr, adjustment, shape[::-1])
+    return rate
 
 
 @OPTIMIZER_FAULTS.add(

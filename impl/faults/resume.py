@@ -80,6 +80,19 @@ def _load_progress_without(names: Sequence[str], load_progress: Function, model:
 
 
 @RESUME_FAULTS.add(
+    summary="the momentum of Muon is not taken from a checkpoint and begins at 0",
+    source="https://github.com/deepspeedai/DeepSpeed/pull/8433",
+    stage="training state",
+    cells=resume("checkpoint", scenario="sft-muon", fsdp2="dp2"),
+    needs="Muon, and a checkpoint",
+)
+def momentum_forgotten(restore_state: Function, optimizer: Any, state: dict[str, Any]) -> None:
+    restore_state(optimizer, state)
+    for own in optimizer.state.values():
+        own.pop("momentum_buffer", None)
+
+
+@RESUME_FAULTS.add(
     summary="the optimizer state of a checkpoint is not loaded, and the optimizer starts from scratch",
     source="https://github.com/databricks/flashoptim/issues/3",
     stage="training state",

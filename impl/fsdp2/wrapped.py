@@ -128,7 +128,8 @@ class DdpModel(WrappedModel):
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         megabytes = {"bucket_cap_mb": trained / BUCKETS / 2**20} if "buckets" in self.options else {}
         group = self.context.mesh.get_group("shard")
-        return DistributedDataParallel(model, process_group=group, **megabytes)
+        wrapped: torch.nn.Module = DistributedDataParallel(model, process_group=group, **megabytes)
+        return wrapped
 
     def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         config = self.context.config

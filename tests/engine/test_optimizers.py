@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
+from conformance.numerics.float64_tier import exact_tier
+from conformance.oracle.optimizer import AdamW, Muon, make_optimizer, orthogonalized
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import OptimizerConfig
 from impl.engine.optimizers import parameter_groups, torch_optimizer, update_count
@@ -51,6 +53,50 @@ def test_the_kernel_for_gpus_updates_shards_as_it_updates_whole_tensors(
             optimizer.step()
     assert isinstance(cut.data, DTensor)
     torch.testing.assert_close(cut.data.full_tensor(), whole.data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_updates_matrices_of_layers_as_the_oracle_does_and_adamw_all_else(
+    shape: tuple[int, int], adjust_lr: Literal["original", "match_rms_adamw"], nesterov: bool
+) -> None:
+    config = OptimizerConfig(
+        name="muon", lr=0.1, momentum=0.9, weight_decay=0.3, nesterov=nesterov, adjust_lr=adjust_lr
+    )
+    names = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.layers.0.norm.weight"
+    draw = torch.Generator().manual_seed(1)
+    sizes = dict(zip(names, (shape, shape, shape[:1]), strict=True))
+    start = {name: torch.randn(size, dtype=torch.float64, generator=draw) for name, size in sizes.items()}
+    parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in start.items()}
+    oracles = {name: make_optimizer(config, name, weight.ndim) for name, weight in start.items()}
+    assert [type(one) for one in oracles.values()] == [Muon, AdamW, AdamW]
+    with exact_tier():
+        groups = parameter_groups([*parameters.values()], config, matrices=[parameters[names[0]]])
+        optimizer = torch_optimizer(groups, config, device="cpu", precision="exact")
+        for step in range(3):
+            for parameter in parameters.values():
+                parameter.grad = torch.randn(parameter.shape, dtype=torch.float64, generator=draw)
+            if step == 2:  # a checkpoint replaces groups and state of both
+                optimizer.load_state_dict(optimizer.state_dict())
+            gradients = {
+                name: parameter.grad.clone() for name, parameter in parameters.items() if parameter.grad is not None
+            }
+            optimizer.step()
+            start = {
+                name: one.step({name: start[name]}, {name: gradients[name]}, 0.1)[name] for name, one in oracles.items()
+            }
+            for name, parameter in parameters.items():
+                torch.testing.assert_close(parameter.data, start[name], rtol=1e-12, atol=1e-12)
+
+
+def test_singular_values_come_near_to_1() -> None:
+    matrix = torch.randn(40, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    for half in (False, True):
+        found = orthogonalized(matrix, half=half)
+        sizes = (left.mT @ found @ right.mT).diagonal()
+        assert ((sizes > 0.5) & (sizes < 1.5)).all(), sizes
 
 
 @pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])

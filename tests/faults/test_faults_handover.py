@@ -32,11 +32,11 @@ def cell(backend: str, name: str, *, planted: bool = True) -> Cell:
     return with_resume(single, place.saves)
 
 
-FAST = one_of_each_stage(RESUME_FAULTS, lambda name: list(BACKENDS))
+FAST = one_of_each_stage(RESUME_FAULTS, lambda name: [*catalogue()[name].cells.layouts])
 PLANTED = [
     (backend, fault.name) if (backend, fault.name) in FAST else exhaustive(backend, fault.name)
     for fault in RESUME_FAULTS
-    for backend in BACKENDS
+    for backend in fault.cells.layouts
 ]
 
 

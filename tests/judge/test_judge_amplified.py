@@ -45,7 +45,7 @@ def run(
     weights: Tensors = {"matrix": torch.randn(4, 3, generator=training, dtype=torch.float64)}
     weights["bias"] = torch.randn(6, generator=training, dtype=torch.float64)
     writer.loaded({f"weight/{name}": weight.clone() for name, weight in weights.items()})
-    optimizer = make_optimizer(scenario.optimizer)
+    optimizer = make_optimizer(scenario.optimizer, "w", 2)
     for step in range(STEPS):
         gradients = {"matrix": torch.randn(4, 3, generator=training, dtype=torch.float64)}
         gradients["bias"] = ROUNDING * torch.randn(6, generator=own, dtype=torch.float64)

@@ -97,7 +97,7 @@ def run(
     header = {"layout": "dp2.tp2", "scenario": scenario_to_json(scenario), "optimizer": "new", "loads": ""}
     header |= {"cell": "x/m/b/dp2.tp2/exact", "backend": {"name": "b", "url": "", "default_zero": None, "defects": []}}
     writer = RecordWriter(path, header, observables=OBSERVABLES)
-    training, trained = torch.Generator().manual_seed(0), make_optimizer(scenario.optimizer)
+    training, trained = torch.Generator().manual_seed(0), make_optimizer(scenario.optimizer, "w", 2)
     sizes = {"matrix": (4, 3), "norm": (6,)}
     weights = {name: torch.randn(size, generator=training, dtype=torch.float64) for name, size in sizes.items()}
     writer.loaded({f"weight/{name}": weight.clone() for name, weight in weights.items()})
@@ -187,7 +187,7 @@ def test_a_float32_moment_shows_its_gradient(tmp_path: Path, times: float, is_fo
 @pytest.mark.parametrize(("optimizer", "key"), [(OPTIMIZER, "exp_avg"), (SGD, "momentum_buffer")], ids=["adamw", "sgd"])
 def test_the_rounding_of_a_moment_is_bounded(optimizer: dict[str, Any], key: str) -> None:
     config = parse_scenario({"name": "x", "model": "m", "precision": "fp32", "optimizer": optimizer}).optimizer
-    replayed, sizes = (make_optimizer(config) for _ in range(2))
+    replayed, sizes = (make_optimizer(config, "w", 1) for _ in range(2))
     weight = torch.nn.Parameter(torch.zeros(1000))
     options: dict[str, Any] = {"lr": config.lr} | ({"momentum": config.momentum} if config.name == "sgd" else {})
     library = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.name]([weight], **options)
