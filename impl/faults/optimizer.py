@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -44,9 +45,10 @@ def undivided_buckets(wrap_model: Function, trainable: Any, model: torch.nn.Modu
     return wrapped  # type: ignore[no-any-return]
 
 
-def _summed(group: Any, bucket: Any) -> Any:
-    reduced: Any = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return reduced.get_future().then(lambda future: future.value()[0])
+def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    reduced: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    summed: torch.futures.Future[Tensor] = reduced.get_future().then(lambda future: future.value()[0])
+    return summed
 
 
 @ENGINE_FAULTS.add(

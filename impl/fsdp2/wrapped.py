@@ -58,7 +58,7 @@ class WrappedModel(Fsdp2Model):
         self._delaying = contextlib.ExitStack()
         self.wrapper = self.wrap(model)
 
-    def wrap(self, model: transformers.PreTrainedModel) -> torch.nn.Module:
+    def wrap(self, model: transformers.PreTrainedModel) -> Any:
         """Returns the model in the wrapper of the layout."""
         raise NotImplementedError
 
@@ -122,14 +122,13 @@ class WrappedModel(Fsdp2Model):
 class DdpModel(WrappedModel):
     """Runs a model in DistributedDataParallel. A frozen model has no gradients to reduce, so it is not wrapped."""
 
-    def wrap(self, model: transformers.PreTrainedModel) -> torch.nn.Module:
+    def wrap(self, model: transformers.PreTrainedModel) -> Any:
         if not self.trained:
             return model
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         megabytes = {"bucket_cap_mb": trained / BUCKETS / 2**20} if "buckets" in self.options else {}
         group = self.context.mesh.get_group("shard")
-        wrapped: torch.nn.Module = DistributedDataParallel(model, process_group=group, **megabytes)
-        return wrapped
+        return DistributedDataParallel(model, process_group=group, **megabytes)
 
     def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         config = self.context.config
@@ -166,7 +165,7 @@ class Fsdp1Model(WrappedModel):
     shapes: dict[str, torch.Size]
     starts: dict[Parameter, int]
 
-    def wrap(self, model: transformers.PreTrainedModel) -> torch.nn.Module:
+    def wrap(self, model: transformers.PreTrainedModel) -> Any:
         self.shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
         config = self.context.config
         compute = config.tier.half_dtype
