@@ -84,6 +84,7 @@ def _load_progress_without(names: Sequence[str], load_progress: Function, model:
     source="https://github.com/deepspeedai/DeepSpeed/pull/8433",
     stage="training state",
     cells=resume("checkpoint", scenario="sft-muon", fsdp2="dp2"),
+    blind=("loss",),
     needs="Muon, and a checkpoint",
 )
 def momentum_forgotten(restore_state: Function, optimizer: Any, state: dict[str, Any]) -> None:
