@@ -297,7 +297,7 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
         reduced = step.moved(_REDUCTIONS, not_forward, step.has_other_rows)
         yield at_least("gradients are reduced over ranks with other rows", reduced, due)
         if "ddp" in layout.options:
-            reduced = step.moved(("all_reduce",), _backward, step.has_other_rows)
+            reduced = step.moved(("all_reduce",), in_backward, step.has_other_rows)
             yield at_least("gradients are all-reduced in the backward pass, as DDP has it", reduced, due)
     if layout.rep > 1:
         reduced = step.moved(("all_reduce",), not_forward, _of_size(layout.rep))
@@ -328,7 +328,7 @@ def _gathers_of_float8(
 def _until_backward(layout: Layout, step: Step, *, due: float, accumulation: int) -> Claims:
     """Checks SHARD_GRAD_OP of FSDP1: weights are sharded, but stay gathered from the forward to the backward pass."""
     of_data = partial(_is_of_data, layout, step)
-    gathered = step.moved(_GATHERS, _forward, of_data)
+    gathered = step.moved(_GATHERS, in_forward, of_data)
     yield at_least("weights are gathered for the forward pass, as SHARD_GRAD_OP has it", gathered, due)
     again = step.moved(_GATHERS, lambda where: where == "backward 0", of_data)
     if not hides_gathers(layout, step):

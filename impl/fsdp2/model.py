@@ -6,6 +6,7 @@ these ranks, because the objective has divided by the whole step's totals alread
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -399,6 +400,7 @@ class Fsdp2Model(HuggingFaceModel):
             self.__dict__.pop(name, None)
 
 
+WRAPPED_MODELS = {"ddp": "DdpModel", "fsdp1": "Fsdp1Model"}  # classes derived from Fsdp2Model, by layout option
 MESH_DIM_NAMES = ("pp", "rep", "ep", "dp", "sp", "tp")
 
 
@@ -456,9 +458,8 @@ class Fsdp2Context(ReferenceContext):
 
     def new_trainable(self, head: Head) -> Fsdp2Model:
         if wrapper := self.config.layout.wrapper:
-            from impl.fsdp2.wrapped import MODELS  # here, because its classes are derived from Fsdp2Model
-
-            return MODELS[wrapper](self, head)
+            wrapped: Fsdp2Model = getattr(import_module("impl.fsdp2.wrapped"), WRAPPED_MODELS[wrapper])(self, head)
+            return wrapped
         return Fsdp2Model(self, head)
 
     def teardown(self) -> None:

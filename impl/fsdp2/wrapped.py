@@ -10,7 +10,7 @@ may be empty. A rank has no gradient and no optimizer state for an empty piece.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -270,6 +270,3 @@ class Fsdp1Model(WrappedModel):
 
     def resolved(self) -> dict[str, Any]:
         return {**super().resolved(), "strategy": self.strategy().name}
-
-
-MODELS: Mapping[str, type[WrappedModel]] = {"ddp": DdpModel, "fsdp1": Fsdp1Model}
