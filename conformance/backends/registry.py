@@ -50,7 +50,7 @@ from conformance.core.environments import OF_RANKS
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import no_link
 from conformance.core.packages import package_version
-from conformance.core.process import StartPatience, effort, signal_at_death_of, signal_group
+from conformance.core.process import StartPatience, effort, signal_at_death_of, signal_at_hang_up, signal_group
 from conformance.spec.conventions import Convention, Conventions, in_cell
 from conformance.spec.known_defects import ExpectedDifference, Known
 from conformance.spec.layout import Layout
@@ -293,6 +293,7 @@ class _Fork:
 
     def __init__(self, name: str) -> None:
         ours, theirs = socket.socketpair()
+        parent_lives, self._life = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with warnings.catch_warnings():
@@ -300,27 +301,36 @@ class _Fork:
             self.pid = os.fork()
         if not self.pid:
             ours.close()
-            self._answer(theirs, name)
+            os.close(self._life)
+            self._answer(theirs, parent_lives, name)
         theirs.close()
+        os.close(parent_lives)
         self.stdin, self.stdout = ours.makefile("w", encoding="utf-8"), ours.makefile("r", encoding="utf-8")
         ours.close()  # the files keep it
 
     def wait(self) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
 
     @staticmethod
-    def _answer(theirs: socket.socket, name: str) -> NoReturn:
-        """Continues as the adapter's process, until this end of the socket is the only one."""
+    def _answer(theirs: socket.socket, parent_lives: int, name: str) -> NoReturn:
+        """Continues as the adapter's process, until this end of the socket is the only one. ``parent_lives``: the end
+        for reading of a pipe that the parent holds open."""
         try:
+            signal_at_hang_up(parent_lives)
             os.setsid()  # Ctrl-C is for the controller
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(2, 1)  # output of frameworks must not mix with that of the controller
             # Whoever waits for the end of a socket or pipe of the controller would wait for this process, too.
-            os.closerange(3, theirs.fileno())
-            os.closerange(theirs.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            low, high = sorted((theirs.fileno(), parent_lives))
+            os.closerange(3, low)
+            os.closerange(low + 1, high)
+            os.closerange(high + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
             # Libraries such as torchao ask for it while they are imported, which starts CUDA. That fails in a fork of a
             # process that has counted GPUs, and would take memory of a GPU. Nothing computes in this process.

@@ -6,6 +6,7 @@ more than once: GitHub's runner sends SIGINT, then SIGTERM, then SIGKILL.
 
 import contextlib
 import ctypes
+import fcntl
 import ipaddress
 import os
 import re
@@ -40,6 +41,19 @@ def signal_at_death_of(parent: int, number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def signal_at_hang_up(pipe: int) -> None:
+    """Makes the kernel end this process when the other end of ``pipe`` closes, whatever this process is doing.
+
+    Unlike ``signal_at_death_of``, it does not depend on the thread of the parent that started this process.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        if not os.read(pipe, 1):  # it has closed already
+            os._exit(1)
 
 
 def adopt_orphans() -> None:

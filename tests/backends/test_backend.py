@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,12 +15,34 @@ import conformance.core.packages
 from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingExtra, find_backend, registered_backends
 from conformance.backends.registry import adapter_of
 from conformance.core.errors import UsageError
+from conformance.core.process import process_state
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_built_in_backends_register_like_everybody_elses() -> None:
     assert registered_backends()["fsdp2"].target == "impl.fsdp2.adapter:Fsdp2Backend"
+
+
+def test_an_adapter_stuck_in_its_imports_ends_with_a_killed_controller(tmp_path: Path) -> None:
+    """It has the standard error of the controller, so whoever reads that to its end would wait for ever."""
+    (tmp_path / "stuck.py").write_text("import time\ntime.sleep(600)\n")
+    code = """
+        import os, signal
+        from conformance.backends.registry import ForkedProcess
+        adapter = ForkedProcess("stuck:Adapter")
+        print(adapter.process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert process_state(int(done.stdout)) in ("", "Z")
 
 
 def test_an_unknown_backend_lists_the_registered_ones_and_how_to_add_one() -> None:
