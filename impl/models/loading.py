@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 import transformers
 from torch import Tensor
-from transformers import masking_utils, modeling_rope_utils
+from transformers import conversion_mapping, masking_utils, modeling_rope_utils
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import import_utils
@@ -45,6 +45,7 @@ from impl.interface.sharded_safetensors import fill
 from impl.models.family_quirks import needs_loop, unsupported_by_kernels
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, reading_headers, take_origins
 
+conversion_mapping.get_checkpoint_conversion_mapping("")  # fills its cache once, for all ranks that are forked later
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)  # of the running forward pass
 
