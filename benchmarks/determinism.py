@@ -50,9 +50,8 @@ VARIATIONS = (
     Variation(name="after other cells in the same processes", beside=True, promise=TORCH),
     Variation(name="after a restart from its own checkpoint at step 2", resumes=True),
     Variation(name="activations recomputed", options=dict.fromkeys(CELLS, "ckpt")),
-    Variation(name="communication overlapped", options={"deepspeed": "overlap"}),
+    Variation(name="communication overlapped", options={"megatron": "overlap"}),
     Variation(name="layers compiled", options={"fsdp2": "compile"}),
-    Variation(name="two threads a rank", device="cpu", environment={"OMP_NUM_THREADS": "2"}),
     Variation(name="kernels without AVX", device="cpu", environment={"ATEN_CPU_CAPABILITY": "default"}),
     *(Variation(name=f"NCCL_ALGO={one}", device="cuda", environment={"NCCL_ALGO": one}) for one in ("Ring", "Tree")),
     Variation(name="NCCL_ALGO=Ring, again", device="cuda", environment={"NCCL_ALGO": "Ring"}, promise=RING),
@@ -161,16 +160,24 @@ def records_of(out: Path) -> Iterator[tuple[tuple[str, str], tuple[str, list[Rec
 
 
 def to_markdown(rows: list[dict[str, object]]) -> str:
-    lines = [
-        "| variation | backend | precision | same bits promised by | seen | verdict |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        seen = "same bits" if not row["differing"] else f"{row['differing']} differ, by {row['largest']:.1e} at most"
-        found = f"{row['tensors']} tensors: {seen}" if row["tensors"] else "no record"
-        columns = (row["variation"], row["backend"], row["precision"], row["promise"] or "nobody", found, row["state"])
-        lines.append(f"| {' | '.join(map(str, columns))} |")
+    """Returns a table with a row for each variation, and a column for each backend."""
+    backends = sorted({str(row["backend"]) for row in rows})
+    lines = [f"| variation | same bits promised by | {' | '.join(backends)} |", "|---|---|" + "---|" * len(backends)]
+    for name in dict.fromkeys(str(row["variation"]) for row in rows):
+        own = [row for row in rows if row["variation"] == name]
+        promise = next(
+            (f"{row['promise']} (on GPUs, not in half precision)" for row in own if row["promise"]), "nobody"
+        )
+        seen = ["; ".join(map(_seen, (row for row in own if row["backend"] == backend))) for backend in backends]
+        lines.append(f"| {name} | {promise} | {' | '.join(seen)} |")
     return "\n".join(lines)
+
+
+def _seen(row: dict[str, object]) -> str:
+    if row["state"] != "conforms" or not row["tensors"]:
+        return f"{row['precision']}: {row['state']}"
+    differ = f"{row['differing']} of {row['tensors']} tensors differ, by {row['largest']:.0e} at most"
+    return f"{row['precision']}: {differ if row['differing'] else 'same bits'}"
 
 
 def _folder(name: str) -> str:

@@ -29,4 +29,7 @@ def test_other_kernels_differ_and_the_same_ones_do_not(tmp_path: Path) -> None:
     assert again["differing"] == 0
     assert 0 < other["differing"] <= other["tensors"]
     assert 0 < other["largest"] < 1e-3
-    assert "| run to run | fsdp2 | fp32 |" in ended.stdout
+    assert (
+        "| run to run | torch.use_deterministic_algorithms (on GPUs, not in half precision) | fp32: same bits |"
+        in ended.stdout
+    )
