@@ -72,6 +72,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
             one.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == is_muon]
             one.state = self.state
 
+    def keeps(self, parameter: Parameter, kind: str) -> bool:
+        """Returns whether the optimizer of a parameter has this kind of state."""
+        is_muons = any(parameter is own for group in self._muon.param_groups for own in group["params"])
+        return (kind == "momentum_buffer") == is_muons
+
     def __setstate__(self, state: dict[str, Any]) -> None:  # torch's load_state_dict calls it
         super().__setstate__(state)
         self._share()
@@ -80,6 +85,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self._muon.step()
         self._adamw.step()
+
+
+def keeps(optimizer: torch.optim.Optimizer, parameter: Parameter, kind: str) -> bool:
+    """Returns whether a training state has this kind of a parameter's state."""
+    return optimizer.keeps(parameter, kind) if isinstance(optimizer, MuonWithAdamW) else True
 
 
 def trained_parameters(model: Module, config: OptimizerConfig) -> list[Parameter]:

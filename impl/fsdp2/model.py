@@ -36,6 +36,7 @@ from impl.engine.hugging_face import (
 )
 from impl.engine.optimizers import (
     freeze_others,
+    keeps,
     learning_rates,
     read_progress,
     set_loss_scale,
@@ -335,9 +336,11 @@ class Fsdp2Model(HuggingFaceModel):
         for name, parameter in named_parameters(self.model):
             if kind == "weight":
                 write_region(cast(DTensor, parameter), name, read)
-            elif parameter.requires_grad and kind == "step":
+            elif not (parameter.requires_grad and keeps(self.optimizer, parameter, kind)):
+                continue
+            elif kind == "step":
                 self.optimizer.state[parameter][kind] = update_count(read.whole(name), self.optimizer, parameter)
-            elif parameter.requires_grad:
+            else:
                 state = torch.empty_like(parameter)
                 write_region(cast(DTensor, state), name, read)
                 self.optimizer.state[parameter][kind] = state

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.spec.scenario import OptimizerConfig
 from impl.engine.hugging_face import compile_layers, layers_of
-from impl.engine.optimizers import parameter_groups, read_progress, trained_parameters, update_count
+from impl.engine.optimizers import keeps, parameter_groups, read_progress, trained_parameters, update_count
 from impl.fsdp2.model import GATHERED_AT_ONCE, Fsdp2Model
 from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
 from impl.interface.sharded_safetensors import SliceReader, fill, fill_flat
@@ -91,7 +91,7 @@ class WrappedModel(Fsdp2Model):
         for name, parameter in named_parameters(self.model):
             if kind == "weight":
                 self.write(name, parameter, parameter.detach(), read)
-            elif parameter.requires_grad and parameter.numel():
+            elif parameter.requires_grad and parameter.numel() and keeps(self.optimizer, parameter, kind):
                 state = self.optimizer.state[parameter]
                 if kind == "step":
                     state[kind] = update_count(read.whole(name), self.optimizer, parameter)
