@@ -253,6 +253,8 @@ class GrpoTrainerAdapter(TrainerAdapter):
             return "GRPOTrainer has k3 in the loss, and no KL per token in rewards"
         if not o.recompute_old_logprobs or o.rollout_is_threshold:
             return "this adapter gives no log-probs of a sampler; use recompute_old_logprobs = true"
+        if o.replay_sampling_mask:
+            return "GRPOTrainer takes log-probs over the whole vocabulary; use replay_sampling_mask = false"
         if (o.loss_mode, o.loss_agg_mode) not in cls.losses:
             return f"GRPOTrainer has no {o.loss_agg_mode} with {o.loss_mode}"
         if o.loss_mode == "cispo" and o.clip_ratio_low < 1:

@@ -10,13 +10,15 @@ inference engine that sampled the response, at the objective's temperature. A re
 response has no end-of-sequence token. Masks (conformance.data.samples) name the tokens that the policy did not
 sample, such as the answers of tools. These are in the context, and in no sum, mean or advantage. The reward is that of
 the last sampled token; ``discount_over`` of the objective says how discounts pass over the others. Turns, rewards of
-turns and tokens, and responses that branch are in conformance.data.turns.
+turns and tokens, and responses that branch are in conformance.data.turns. If the objective replays the sampler's masks,
+a response has ``sampling_mask``, as vLLM gives it: the tokens that were kept for token i of the response are those of
+``token_ids`` from number ``offsets[i]`` to ``offsets[i + 1]``.
 """
 
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle, groupby
+from itertools import cycle, groupby, pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -29,7 +31,7 @@ from conformance.models.synthetic import random_model
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.policy_gradient import ResponseFunctions
 from conformance.oracle.role_model import decoder_of
-from conformance.spec.batch import GIVEN, Batch, Column, Document, Row, with_rollouts
+from conformance.spec.batch import GIVEN, KEPT, Batch, Column, Document, Row, with_rollouts
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
 
@@ -100,6 +102,10 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
     of_small = drawn.tokens if drawn else vocabulary
     earns = any(has_given(record) for _, record in records)
     found = [_document(r, place, scenario.data.max_len, of_small, earns=earns) for place, r in records]
+    if isinstance(scenario.objective, PolicyGradient) and scenario.objective.replay_sampling_mask:
+        if drawn:
+            raise UsageError(f"{path}: sampling masks are for models of the size that sampled; give another model")
+        found = _with_masks(found, records, of_small)
     if drawn:
         found = [replace(document, tokens=tuple(map(drawn.spread, document.tokens))) for document in found]
     grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
@@ -163,6 +169,56 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int,
     if earns:
         columns[GIVEN] = (*before, *given_rewards(record, place, trained))
     return Document((*prompt, *completion), (False,) * len(prompt) + trained, columns)
+
+
+def _with_masks(found: list[Document], records: list[tuple[str, dict[str, Any]]], vocabulary: int) -> list[Document]:
+    """Adds the columns KEPT, as many as the largest mask has tokens."""
+    masks = [_mask(d, record, place, vocabulary) for d, (place, record) in zip(found, records, strict=True)]
+    widest = max((len(kept) for mask in masks for kept in mask), default=0)
+    return [
+        replace(
+            document,
+            columns={
+                **document.columns,
+                **{
+                    f"{KEPT}{k}": tuple(1.0 + kept[k] if k < len(kept) else 0.0 for kept in mask) for k in range(widest)
+                },
+            },
+        )
+        for document, mask in zip(found, masks, strict=True)
+    ]
+
+
+def _mask(document: Document, record: dict[str, Any], place: str, vocabulary: int) -> list[list[int]]:
+    """Returns the tokens that the sampler kept at each token of a document; none where it drew no target."""
+    given = record.get("sampling_mask")
+    count = len(record["completion_ids"])
+    if not isinstance(given, dict):
+        raise UsageError(
+            f"{place}: no 'sampling_mask' with token_ids and offsets, but the objective has replay_sampling_mask; "
+            f"record what the sampler kept (return_sampling_mask of vLLM), or set it to false"
+        )
+    tokens, offsets = _tokens(given, "token_ids", place, vocabulary), given.get("offsets")
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != count + 1
+        or any(type(one) is not int for one in offsets)
+        or offsets != sorted(offsets)
+        or (offsets[0], offsets[-1]) != (0, len(tokens))
+    ):
+        raise UsageError(
+            f"{place}: 'offsets' of 'sampling_mask' must be {count + 1} rising integers from 0 to {len(tokens)}, the "
+            f"number of its 'token_ids', got {shown(offsets)}"
+        )
+    kept = [tokens[start:end] for start, end in pairwise(offsets)]
+    whole = [*([] for _ in range(len(document.tokens) - count)), *kept]
+    for number, (token, target, mask) in enumerate(zip(document.tokens, document.targets, whole, strict=True)):
+        if target and token not in mask:
+            raise UsageError(
+                f"{place}: the sampling mask of token {number - len(document.tokens) + count} of the response does not "
+                f"hold the token itself, {token}; give the masks of the sampler that drew the response"
+            )
+    return [mask if target else [] for mask, target in zip(whole, document.targets, strict=True)]
 
 
 def _tokens(record: dict[str, Any], key: str, place: str, vocabulary: int) -> list[int]:

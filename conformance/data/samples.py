@@ -204,7 +204,7 @@ def _read_saved_dataset(path: Path, split: str | None) -> list[dict[str, Any]]:
     return list(records)
 
 
-_MASK = re.compile(r"masks?$", re.IGNORECASE)
+_MASK = re.compile(r"(?<!^sampling_)masks?$", re.IGNORECASE)  # the sampler's is one of the vocabulary
 _PADDING = ("attention_mask", "prompt_mask")  # not of what is trained on, but of what is there
 IGNORED = -100  # in ``labels``, for tokens that are not trained on, as in torch's cross entropy
 

@@ -209,6 +209,8 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architectur
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
+    if any(name.endswith(".eh_proj.weight") for name in found) and not architecture.mtp:
+        wrong.insert(0, "it has modules for multi-token prediction; use the objective mtp, or a folder without them")
     if wrong:
         raise UsageError(f"the weights in {source} do not fit its config.json: {'; '.join(wrong[:8])}")
 

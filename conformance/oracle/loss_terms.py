@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from conformance.spec.batch import Batch, Document
+from conformance.spec.batch import KEPT, Batch, Document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,23 @@ def target_logprobs(logits: Tensor, document: Document, *, stable: torch.dtype, 
 
     ``logits`` is (T, V); token i is predicted by the logits at i - 1.
     """
-    positions = target_positions(document)
-    tokens = torch.tensor(document.tokens)[positions]
-    scaled = logits[positions - 1].to(stable) / temperature
-    logprobs_NV = torch.log_softmax(scaled, dim=-1)
+    tokens = torch.tensor(document.tokens)[target_positions(document)]
+    logprobs_NV = target_distributions(logits, document, stable=stable, temperature=temperature)
     return logprobs_NV[torch.arange(len(tokens)), tokens]
+
+
+def target_distributions(logits: Tensor, document: Document, *, stable: torch.dtype, temperature: float) -> Tensor:
+    """Returns log p of all tokens where targets are predicted, (targets, V); -inf where p is 0.
+
+    If the document says which tokens the sampler kept for a target, p is 0 for others and sums to 1 over the kept ones.
+    """
+    positions = target_positions(document)
+    scaled_NV = logits[positions - 1].to(stable) / temperature
+    if slots := [name for name in document.columns if name.startswith(KEPT)]:
+        one_more = torch.tensor([document.columns[name] for name in slots]).T[positions].long()  # 0: none
+        kept = torch.zeros(len(positions), scaled_NV.shape[1] + 1, dtype=torch.bool).scatter(1, one_more, value=True)
+        scaled_NV = scaled_NV.where(kept[:, 1:], -torch.inf)
+    return torch.log_softmax(scaled_NV, dim=-1)
 
 
 def target_positions(document: Document) -> Tensor:

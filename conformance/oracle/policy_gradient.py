@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
+from conformance.oracle.loss_terms import Term, target_distributions, target_logprobs, target_positions
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import GIVEN, Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
@@ -463,9 +463,8 @@ def values_of(output: Tensor, document: Document, *, stable: torch.dtype) -> Ten
 
 def entropies(logits: Tensor, document: Document, *, stable: torch.dtype, temperature: float) -> Tensor:
     """Returns -sum p log p of the distributions that the target tokens are drawn from, (targets,), in nats."""
-    scaled = logits[target_positions(document) - 1].to(stable) / temperature
-    every = torch.log_softmax(scaled, dim=-1)
-    return -(every.exp() * every).sum(-1)
+    every = target_distributions(logits, document, stable=stable, temperature=temperature)
+    return -(every.exp() * every.where(every.isfinite(), 0)).sum(-1)
 
 
 def of_targets(document: Document, name: str, stable: torch.dtype) -> Tensor:

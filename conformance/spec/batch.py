@@ -16,6 +16,7 @@ Columns = Mapping[str, Column]
 NO_COLUMNS: Columns = MappingProxyType({})
 OF_INPUTS = "token."  # prefix of a column whose numbers belong to tokens as inputs, not as targets
 GIVEN = "given_reward"  # column of what tokens earn besides the reward of their response
+KEPT = "sampling_mask."  # prefix of columns: 1 + a token that the sampler kept where it drew a target; 0 for none
 EXPERTS = f"{OF_INPUTS}expert."  # prefix of each expert_column
 # Columns of documents with images. IMAGE: 1 where an image token stands. GRID: patches of an image by time, height and
 # width, at its first token. PIXEL, a prefix: the numbers of pixel_values that belong to an image token, in their order.

@@ -122,6 +122,10 @@ class PolicyGradient:
     rollout_is: whether the weight is that of the ``token``, or the product of the weights of its ``sequence``.
     rollout_is_mask: whether a weight above the threshold becomes 0 instead of the threshold (masked importance
         sampling). Denominators do not change.
+    replay_sampling_mask: whether the distributions of policy and reference are those over the tokens that the sampler
+        kept by top-k and top-p, which the column ``sampling_mask`` of the rollout lists for each token of a response.
+        Log-probs are then log p - log of the sum of p over the kept tokens, as those of a sampler that cut its
+        distribution (vLLM's processed_logprobs and sampling mask, https://github.com/vllm-project/vllm/pull/49577).
     overlong_length, overlong_buffer: a response of more than length - buffer trained tokens loses (tokens - length +
         buffer) / buffer of its reward, at most 1 (DAPO, arXiv 2503.14476, equation 13); None: no penalty.
     """
@@ -147,6 +151,7 @@ class PolicyGradient:
     rollout_is_threshold: Positive | None = None
     rollout_is: Literal["token", "sequence"] = "token"
     rollout_is_mask: bool = False
+    replay_sampling_mask: Annotated[bool, Field(strict=True)] = False
     overlong_length: Count | None = None
     overlong_buffer: Count | None = None
 

@@ -124,6 +124,7 @@ HUGGING_FACE_SEAMS = {
 }
 # Patch points of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
+    "kept_logits": "impl.models.outputs:kept_logits",
     "through_softmax": "impl.models.outputs:through_softmax_",
     "through_label": "impl.models.outputs:through_label_",
     "sum_over_shards": "impl.models.divergence:sum_over_shards",

@@ -123,6 +123,7 @@ SEAMS: Mapping[str, str] = {
     "answer_losses": "(margins, desired, objective) -> losses of labelled answers",
     "evaluate_answers": "(functions, model, outputs, inputs, *, totals, others) -> losses of labelled answers",
     # Distillation
+    "kept_logits": "(logits, micro-batch, *, start) -> logits, -inf for tokens that the sampler did not keep",
     "further_ahead": "(micro-batch, depth) -> it with the tokens and labels that a module at this depth reads",
     "evaluate_modules": "(functions, model, outputs, inputs, *, totals, others) -> losses with multi-token prediction",
     "divergences": "(student's logits, teacher's, objective, group) -> divergence of each token",

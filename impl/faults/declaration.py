@@ -79,7 +79,8 @@ REPLAY = _where(lambda p: p.is_exact, "in the exact tier backends choose experts
 OWN_CHOICES = _where(lambda p: not p.is_exact, "below the exact tier backends are given the choices of experts")
 HALF = _where(lambda p: not p.is_half, "the fault acts in half precision only")
 FULL = _where(
-    lambda p: p.is_half, "half precision has no scenario with a clip that is reached, Dr. GRPO, GSPO, SAPO or GMPO"
+    lambda p: p.is_half,
+    "half precision has no scenario with a clip that is reached, Dr. GRPO, GSPO, SAPO, GMPO or masks",
 )
 OFFLOADED = _where(
     lambda p: p.is_exact or p.is_half,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends.faults import Function
+from conformance.spec.batch import KEPT
 from impl.faults.declaration import FULL, Faults, rl
 
 POLICY_FAULTS = Faults()
@@ -338,3 +339,58 @@ def importance_not_masked(importance_weights: Function, old: Tensor, sampled: Te
 )
 def overlong_bonus(overlong_penalty: Function, length: int, objective: Any) -> float:
     return -float(overlong_penalty(length, objective))
+
+
+TRUNCATED = rl("top-p", only=FULL)
+
+
+@POLICY_FAULTS.add(
+    summary="the policy's log-probs are over the whole vocabulary, those of the sampler over the tokens that it kept",
+    source="https://github.com/huggingface/trl/issues/6789",
+    stage="old log-probs",
+    cells=TRUNCATED,
+    needs="rollouts sampled by top-k or top-p",
+)
+def mask_not_replayed(kept_logits: Function, logits: Tensor, inputs: Any, *, start: int) -> Tensor:
+    return logits
+
+
+@POLICY_FAULTS.add(
+    summary="old log-probs are over the tokens that the sampler kept, and those of updates over the whole vocabulary",
+    source="https://github.com/vllm-project/vllm/pull/49577: both sides of a ratio have one support",
+    stage="log-probs",
+    cells=TRUNCATED,
+    needs="rollouts sampled by top-k or top-p",
+)
+def mask_on_one_side(kept_logits: Function, logits: Tensor, inputs: Any, *, start: int) -> Any:
+    return logits if torch.is_grad_enabled() else kept_logits(logits, inputs, start=start)
+
+
+@POLICY_FAULTS.add(
+    summary="the trainer cuts its own distribution, which keeps other tokens than the sampler's",
+    source="https://github.com/PrimeIntellect-ai/prime-rl/pull/2601",
+    stage="old log-probs",
+    cells=TRUNCATED,
+    needs="rollouts sampled by top-k or top-p",
+)
+def mask_of_trainer(kept_logits: Function, logits: Tensor, inputs: Any, *, start: int) -> Tensor:
+    return _likeliest(logits, inputs, start)
+
+
+@POLICY_FAULTS.add(
+    summary="each rank keeps the likeliest tokens of its own part of the vocabulary",
+    source="https://github.com/NVIDIA-NeMo/RL/issues/69: logits are sharded along the vocabulary",
+    stage="old log-probs",
+    cells=rl("top-p", only=FULL, fsdp2="tp2.losspar", megatron="tp2"),
+    needs="vocabulary shards, and rollouts sampled by top-k or top-p",
+)
+def mask_of_vocabulary_shard(kept_logits: Function, logits: Tensor, inputs: Any, *, start: int) -> Tensor:
+    return _likeliest(logits, inputs, start)
+
+
+def _likeliest(logits: Tensor, inputs: Any, start: int) -> Tensor:
+    """Keeps as many of these logits as the sampler kept tokens, the largest ones, and that of the label."""
+    count = sum((column > 0).long() for name, column in inputs.columns.items() if name.startswith(KEPT))
+    rank = logits.detach().argsort(dim=-1, descending=True).argsort(dim=-1)
+    label = torch.arange(logits.shape[-1], device=logits.device) + start == inputs.labels[..., None]
+    return logits.where((rank < torch.as_tensor(count)[..., None]) | label | (inputs.labels < 0)[..., None], -torch.inf)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from conformance.spec.batch import KEPT
 from conformance.spec.observables import Head
 from conformance.spec.supervised import Distillation
 from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
@@ -48,6 +49,7 @@ def outputs_of(
         values = result[..., 0].to(torch.promote_types(result.dtype, torch.float32))
         return Outputs(values=values.where(inputs.real, 0) if want else None)
     assert "values" not in want, "a language model has no values"
+    result = kept_logits(result, inputs, start=vocab_start)
     logprobs, entropy = token_statistics(
         result,
         inputs.labels,
@@ -65,6 +67,22 @@ def outputs_of(
     for objective in (one for one in want if isinstance(one, Distillation)):
         found = replace(found, divergence=divergence_of(own, inputs, objective, group))
     return found
+
+
+def kept_logits(logits: Tensor, inputs: MicroBatch, *, start: int) -> Tensor:
+    """Returns the logits with -inf for tokens that the sampler did not keep, where the micro-batch has its masks.
+
+    ``logits``: (rows, length, V), a part of the vocabulary that begins at token ``start``.
+    """
+    slots = [column for name, column in inputs.columns.items() if name.startswith(KEPT)]
+    if not slots:
+        return logits
+    tokens = torch.stack(slots, dim=-1).long() - 1  # -1: none
+    index, held = _shard_index(tokens, start, logits.shape[-1])
+    kept = logits.new_zeros(*logits.shape[:-1], logits.shape[-1] + 1, dtype=torch.bool)
+    kept.scatter_(-1, index.where(held, logits.shape[-1]), value=True)  # the last column is for those of other parts
+    known = (tokens >= 0).any(dim=-1, keepdim=True)
+    return logits.where(kept[..., :-1] | ~known, -torch.inf)
 
 
 def divergence_of(

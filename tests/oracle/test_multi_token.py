@@ -83,6 +83,12 @@ def test_a_step_without_predictions_is_refused() -> None:
         functions_of(MultiToken()).totals(batch)
 
 
+def test_other_objectives_refuse_the_modules(tmp_path: Path) -> None:
+    path = FIXTURES / "scenarios" / "sft-packed.toml"
+    with pytest.raises(UsageError, match="it has modules for multi-token prediction; use the objective mtp, or a fol"):
+        prepare_inputs(load_scenario(path, model=f"models/{NAME}", precision="exact"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
