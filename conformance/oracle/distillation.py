@@ -1,11 +1,9 @@
 """Computes the divergence of a student from its teacher, written from arXiv 2306.13649, equation 1."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
+from conformance.oracle.loss_terms import Earlier, Term, Totals, target_logprobs, target_positions
 from conformance.spec.batch import Batch, Document
 from conformance.spec.supervised import TEACHER, Distillation
 
@@ -20,14 +18,7 @@ class DistillationFunctions:
         return {"token_count": batch.target_count}
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term:
         logprobs = target_logprobs(output, document, stable=stable, temperature=self.objective.temperature)
         if model == TEACHER.name:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from conformance.spec.batch import KEPT, Batch, Document
 
+Totals = Mapping[str, float]  # sums over the optimizer step, such as the denominators of losses
+Earlier = Mapping[str, Tensor]  # the detached outputs of the models before this one, by role
+
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
@@ -41,14 +44,7 @@ class OracleFunctions(Protocol):
         ...
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term: ...
 
 

@@ -3,14 +3,22 @@
 They are written from the papers, independently of impl/objectives.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from conformance.oracle.distillation import DistillationFunctions
-from conformance.oracle.loss_terms import OracleFunctions, RolloutFunctions, Term, target_logprobs, target_positions
+from conformance.oracle.loss_terms import (
+    Earlier,
+    OracleFunctions,
+    RolloutFunctions,
+    Term,
+    Totals,
+    target_logprobs,
+    target_positions,
+)
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions, ResponseFunctions
 from conformance.oracle.preferences import KtoFunctions, PreferenceFunctions, RewardFunctions, StepFunctions
 from conformance.oracle.primitives import HONEST, Variant
@@ -32,14 +40,7 @@ class Sft:
         return {"token_count": batch.target_count}
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term:
         logprobs = target_logprobs(output, document, stable=stable)
         loss = -logprobs.sum() / totals["token_count"]
@@ -62,14 +63,7 @@ class MultiToken:
         return {"token_count": len(places), **counts}
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term:
         logprobs = target_logprobs(output[0], document, stable=stable)
         rows, loss = {"logprob": logprobs}, -logprobs.sum() / totals["token_count"]

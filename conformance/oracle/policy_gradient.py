@@ -12,7 +12,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conformance.oracle.loss_terms import Term, target_distributions, target_logprobs, target_positions
+from conformance.oracle.loss_terms import (
+    Earlier,
+    Term,
+    Totals,
+    target_distributions,
+    target_logprobs,
+    target_positions,
+)
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import GIVEN, Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
@@ -144,14 +151,7 @@ class ResponseFunctions:
         return {}
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term:
         if model == CRITIC.name:
             return self.of_critic(values_of(output, document, stable=stable), document, totals)
@@ -160,7 +160,7 @@ class ResponseFunctions:
         entropy = entropies(output, document, stable=stable, temperature=temperature)
         return self.of_policy(logprobs, entropy, document, totals)
 
-    def weight(self, length: int, totals: Mapping[str, float]) -> float:
+    def weight(self, length: int, totals: Totals) -> float:
         """Returns the factor of the loss of each token, for a response of this length."""
         sequences = totals["sequence_count"]
         match self.objective.loss_agg_mode:
@@ -174,7 +174,7 @@ class ResponseFunctions:
                 assert self.objective.loss_scale_factor is not None
                 return 1 / sequences / self.objective.loss_scale_factor
 
-    def of_policy(self, logprobs: Tensor, entropy: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+    def of_policy(self, logprobs: Tensor, entropy: Tensor, document: Document, totals: Totals) -> Term:
         """Computes the policy's term from log-probs and entropies of the response's tokens, (targets,) each."""
         o, stable = self.objective, logprobs.dtype
         old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
@@ -209,7 +209,7 @@ class ResponseFunctions:
             rows["reference.logprob"] = of_targets(document, "reference_logprob", stable)
         return Term(loss=parts["loss"].sum(), values=values, rows=rows, highest={"ratio_max": ratio.max().item()})
 
-    def of_critic(self, values: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+    def of_critic(self, values: Tensor, document: Document, totals: Totals) -> Term:
         """Computes the critic's term from its values at the response's tokens, (targets,)."""
         raise NotImplementedError
 
@@ -321,7 +321,7 @@ class PpoFunctions(ResponseFunctions):
         )
         return {"critic.explained_var": (1 - (returns - values).var() / (returns.var() + 1e-5)).item()}
 
-    def of_critic(self, values: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+    def of_critic(self, values: Tensor, document: Document, totals: Totals) -> Term:
         old, wanted = (of_targets(document, name, values.dtype) for name in ("value", "return"))
         losses, clipped = value_losses(values, old, wanted, cliprange=self.objective.cliprange_value)
         loss = self.weight(len(values), totals) * losses.sum()

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
+from conformance.oracle.loss_terms import Earlier, Term, Totals, target_logprobs, target_positions
 from conformance.spec.batch import Batch, Document
 from conformance.spec.observables import POLICY, REFERENCE, REWARD, terms_of
 from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, ProcessRewardModel, RewardModel
@@ -34,14 +34,7 @@ class PreferenceFunctions:
         self._scores[_place(document)] = self._score(document, outputs, stable=stable)[0].detach()
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term:
         if model == REFERENCE.name:
             return Term(loss=None, rows={"reference.logprob": target_logprobs(output, document, stable=stable)})
@@ -105,14 +98,7 @@ class RewardFunctions:
         self._scores[_place(document)] = outputs[REWARD.name][-1, 0].to(stable)
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term:
         pair, side = _place(document)
         score, other = output[-1, 0].to(stable), self._scores[pair, -side]
@@ -141,14 +127,7 @@ class KtoFunctions:
             self._mismatched.append((own - frozen).sum())
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term:
         logprobs = target_logprobs(output, document, stable=stable)
         if model == REFERENCE.name:
@@ -181,14 +160,7 @@ class StepFunctions:
         return {"token_count": batch.target_count}
 
     def term(
-        self,
-        model: str,
-        output: Tensor,
-        document: Document,
-        *,
-        totals: Mapping[str, float],
-        earlier: Mapping[str, Tensor],
-        stable: torch.dtype,
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
     ) -> Term:
         ends = target_positions(document)
         scores, labels = output[ends, 0].to(stable), torch.tensor(document.columns[LABEL], dtype=stable)[ends]

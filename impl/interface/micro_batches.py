@@ -5,7 +5,7 @@ Rows are padded, or documents are packed by position ids; labels are shifted ins
 The loop serves libraries that leave it to the caller; pipeline schedules do not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -172,6 +172,8 @@ class Evaluation:
     rows: dict[str, Tensor] = field(default_factory=dict)
 
 
+Totals = Mapping[str, Tensor]  # sums over the optimizer step, such as the denominators of losses: scalars by name
+Others = Mapping[str, Outputs]  # outputs of the models before this one for the same micro-batch, by role
 Loss = Callable[[int, Outputs], Tensor]  # (index of the micro-batch, its outputs) -> scalar
 
 

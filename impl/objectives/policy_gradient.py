@@ -19,7 +19,7 @@ from conformance.spec.batch import GIVEN, Batch, Document, Row
 from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 from conformance.spec.supervised import TEACHER, Distillation, MultiToken, mtp_count, mtp_logprob
-from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
+from impl.interface.micro_batches import Evaluation, MicroBatch, Others, Outputs, Totals, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate, kept_groups, overlong_penalty
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
 from impl.objectives.preferences import Functions, KtoFunctions, PreferenceFunctions, RewardFunctions, StepFunctions
@@ -107,13 +107,7 @@ class PolicyGradientFunctions:
         return {"critic.explained_var": (1 - (returns - values).var() / (returns.var() + 1e-5)).item()}
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         weights = loss_weights(inputs, self.objective, totals)
         share = inputs.targets.to(weights.dtype) / totals["token_count"]
@@ -173,7 +167,7 @@ class PolicyGradientFunctions:
         return Evaluation(loss=loss, values=numbers, rows=rows)
 
 
-def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str, Tensor]) -> Tensor:
+def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Totals) -> Tensor:
     """Returns the weight of the loss at each position, (rows, length); 0 where no response token is predicted."""
     weights = token_weights(
         inputs.columns["length"],
@@ -275,13 +269,7 @@ class ObjectiveFunctions(Protocol):
         ...
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         """Computes the loss and the recorded numbers of ``model`` for one micro-batch.
 
@@ -298,13 +286,7 @@ class SftFunctions(Functions):
     """
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         assert outputs.logprobs is not None
         assert outputs.targets is not None
@@ -331,13 +313,7 @@ class MultiTokenFunctions(Functions):
         return {**super().totals(rows), **counts}
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         assert outputs.logprobs is not None
         assert outputs.targets is not None
@@ -367,13 +343,7 @@ class DistillationFunctions(Functions):
         return frozenset({"logprobs", "targets", self.objective})
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         assert outputs.logprobs is not None
         if model == TEACHER.name:

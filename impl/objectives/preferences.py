@@ -5,7 +5,7 @@ A micro-batch holds whole pairs.
 The oracle's functions were written independently (conformance/oracle/preferences.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pa
 from conformance.spec.batch import Batch, Column, Document, Row
 from conformance.spec.observables import REFERENCE
 from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, ProcessRewardModel, RewardModel
-from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
+from impl.interface.micro_batches import Evaluation, MicroBatch, Others, Outputs, Totals, Wanted
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,7 @@ class PreferenceFunctions(Functions):
         return {**super().totals(rows), "pair_count": len(chosen), "chosen_count": tokens}
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         assert outputs.logprobs is not None
         if model == REFERENCE.name:
@@ -150,13 +144,7 @@ class RewardFunctions(Functions):
         return {**super().totals(rows), "pair_count": len(chosen_answers(rows))}
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         assert outputs.values is not None
         scores, targets = answer_scores(outputs.values, inputs)
@@ -209,13 +197,7 @@ class StepFunctions(Functions):
         return frozenset({"values"})
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         assert outputs.values is not None
         scores = step_scores(outputs.values)
@@ -245,20 +227,12 @@ class KtoFunctions(Functions):
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
         return {**super().totals(rows), "answer_count": len(chosen_answers(rows))}
 
-    def ahead(
-        self, outputs: Outputs, inputs: MicroBatch, *, totals: Mapping[str, Tensor], others: Mapping[str, Outputs]
-    ) -> dict[str, Tensor]:
+    def ahead(self, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others) -> dict[str, Tensor]:
         """Returns this micro-batch's part of the mean log-ratio of mismatched answers."""
         return {"kl": mismatched_ratios(log_ratios(outputs, others), inputs).sum() / totals["answer_count"]}
 
     def evaluate(
-        self,
-        model: str,
-        outputs: Outputs,
-        inputs: MicroBatch,
-        *,
-        totals: Mapping[str, Tensor],
-        others: Mapping[str, Outputs],
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
     ) -> Evaluation:
         assert outputs.logprobs is not None
         if model == REFERENCE.name:
@@ -273,7 +247,7 @@ class KtoFunctions(Functions):
         return Evaluation(loss=loss, values={"loss": loss, "token_count": outputs.targets.sum()}, rows=rows)
 
 
-def log_ratios(outputs: Outputs, others: Mapping[str, Outputs]) -> Tensor:
+def log_ratios(outputs: Outputs, others: Others) -> Tensor:
     """Returns log p - reference log p of each target, (rows, length)."""
     known = others[REFERENCE.name].logprobs
     assert known is not None
@@ -286,7 +260,7 @@ def mismatched_ratios(ratios: Tensor, inputs: MicroBatch) -> Tensor:
     return answer_sums(ratios, inputs)[0][1::2]
 
 
-def kl_of(totals: Mapping[str, Tensor]) -> Tensor:
+def kl_of(totals: Totals) -> Tensor:
     """Returns the estimate of the KL to the reference, a scalar that is not below 0."""
     return totals["kl"].clamp(min=0)
 
