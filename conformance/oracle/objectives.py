@@ -20,7 +20,7 @@ from conformance.oracle.loss_terms import (
     target_positions,
 )
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions, ResponseFunctions
-from conformance.oracle.preferences import KtoFunctions, PreferenceFunctions, RewardFunctions, StepFunctions
+from conformance.oracle.preferences import FUNCTIONS as PREFERENCES
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective, known_kinds
@@ -96,10 +96,7 @@ FUNCTIONS: dict[str, Callable[[Any], OracleFunctions]] = {
     "sft": Sft,
     "grpo": GrpoFunctions,
     "ppo": PpoFunctions,
-    "dpo": PreferenceFunctions,
-    "reward": RewardFunctions,
-    "kto": KtoFunctions,
-    "prm": StepFunctions,
+    **PREFERENCES,
     "distillation": DistillationFunctions,
     "mtp": MultiToken,
 }

@@ -4,13 +4,13 @@ A function sees one answer at a time. The score of the pair's other answer has b
 whole step without gradients. The gradient of a pair's loss is the sum of its gradients with respect to both scores.
 """
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from conformance.oracle.loss_terms import Earlier, Term, Totals, target_logprobs, target_positions
+from conformance.oracle.loss_terms import Earlier, OracleFunctions, Term, Totals, target_logprobs, target_positions
 from conformance.spec.batch import Batch, Document
 from conformance.spec.observables import POLICY, REFERENCE, REWARD, terms_of
 from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, ProcessRewardModel, RewardModel
@@ -176,3 +176,11 @@ def _surprise(logit: Tensor) -> Tensor:
 
 def _place(document: Document) -> tuple[float, float]:
     return cast(float, document.columns[PAIR]), cast(float, document.columns[SIDE])
+
+
+FUNCTIONS: dict[str, Callable[[Any], OracleFunctions]] = {
+    "dpo": PreferenceFunctions,
+    "reward": RewardFunctions,
+    "kto": KtoFunctions,
+    "prm": StepFunctions,
+}

@@ -53,8 +53,8 @@ from conformance.spec.observables import (
     terms_of,
     trained_observables,
 )
-from conformance.spec.preferences import Dpo, Kto, ProcessRewardModel, RewardModel
-from conformance.spec.supervised import Distillation, MultiToken, Sft
+from conformance.spec.preferences import PREFERENCES
+from conformance.spec.supervised import SUPERVISED
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 # Each is a function in the LOSS_MODES of the oracle and in those of impl.
@@ -310,17 +310,7 @@ class Objective(Protocol):
         ...
 
 
-BUILT_IN: dict[str, type[Any]] = {
-    "sft": Sft,
-    "grpo": Grpo,
-    "ppo": Ppo,
-    "dpo": Dpo,
-    "reward": RewardModel,
-    "kto": Kto,
-    "prm": ProcessRewardModel,
-    "distillation": Distillation,
-    "mtp": MultiToken,
-}
+BUILT_IN: dict[str, type[Any]] = {**SUPERVISED, "grpo": Grpo, "ppo": Ppo, **PREFERENCES}
 
 
 def all_observables(objective: Objective, *, scaled: bool = False, routed: bool = False) -> tuple[Observable, ...]:

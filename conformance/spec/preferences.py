@@ -215,3 +215,6 @@ def _numbered(batch: Batch) -> Batch:
         return replace(document, columns={**document.columns, PAIR: float(pair), SIDE: -1.0 if rejected else 1.0})
 
     return replace(batch, rows=tuple(replace(row, documents=tuple(map(numbered, row.documents))) for row in batch.rows))
+
+
+PREFERENCES = {"dpo": Dpo, "reward": RewardModel, "kto": Kto, "prm": ProcessRewardModel}

@@ -154,3 +154,6 @@ def _weighted(batch: Batch, weight: float) -> Batch:
         ]
         rows.append(replace(row, documents=tuple(documents)))
     return replace(batch, rows=tuple(rows))
+
+
+SUPERVISED = {"sft": Sft, "distillation": Distillation, "mtp": MultiToken}

@@ -22,7 +22,8 @@ from conformance.spec.supervised import TEACHER, Distillation, MultiToken, mtp_c
 from impl.interface.micro_batches import Evaluation, MicroBatch, Others, Outputs, Totals, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate, kept_groups, overlong_penalty
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
-from impl.objectives.preferences import Functions, KtoFunctions, PreferenceFunctions, RewardFunctions, StepFunctions
+from impl.objectives.preferences import FUNCTIONS as PREFERENCES
+from impl.objectives.preferences import Functions
 
 RolloutOutputs = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, by (mini-batch, row): (targets of the row,)
 
@@ -361,10 +362,7 @@ FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
     "sft": SftFunctions,
     "grpo": PolicyGradientFunctions,
     "ppo": PolicyGradientFunctions,
-    "dpo": PreferenceFunctions,
-    "reward": RewardFunctions,
-    "kto": KtoFunctions,
-    "prm": StepFunctions,
+    **PREFERENCES,
     "distillation": DistillationFunctions,
     "mtp": MultiTokenFunctions,
 }

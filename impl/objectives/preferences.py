@@ -5,7 +5,7 @@ A micro-batch holds whole pairs.
 The oracle's functions were written independently (conformance/oracle/preferences.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,3 +270,11 @@ def answer_losses(margins: Tensor, desired: Tensor, objective: Kto) -> Tensor:
     scaled = objective.beta * margins
     liked, disliked = 1 - torch.sigmoid(scaled), torch.sigmoid(scaled)
     return torch.where(desired, objective.desirable_weight * liked, objective.undesirable_weight * disliked)
+
+
+FUNCTIONS: dict[str, Callable[[Any], Functions]] = {
+    "dpo": PreferenceFunctions,
+    "reward": RewardFunctions,
+    "kto": KtoFunctions,
+    "prm": StepFunctions,
+}
