@@ -79,6 +79,7 @@ RL_SEAMS = {
     "actor_loss": "impl.objectives.policy_gradient:actor_loss",
     "value_losses": "impl.objectives.policy_gradient:value_losses",
     "of_all_ranks": "impl.engine.trainer:of_all_ranks",
+    "kept_logits": "impl.models.outputs:kept_logits",
     "pair_margins": "impl.objectives.preferences:pair_margins",
     "pair_losses": "impl.objectives.preferences:pair_losses",
     "evaluate_pairs": "impl.objectives.preferences:PreferenceFunctions.evaluate",
@@ -124,7 +125,6 @@ HUGGING_FACE_SEAMS = {
 }
 # Patch points of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
-    "kept_logits": "impl.models.outputs:kept_logits",
     "through_softmax": "impl.models.outputs:through_softmax_",
     "through_label": "impl.models.outputs:through_label_",
     "sum_over_shards": "impl.models.divergence:sum_over_shards",
