@@ -272,7 +272,7 @@ def answer_losses(margins: Tensor, desired: Tensor, objective: Kto) -> Tensor:
     return torch.where(desired, objective.desirable_weight * liked, objective.undesirable_weight * disliked)
 
 
-FUNCTIONS: dict[str, Callable[[Any], Functions]] = {
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {  # ObjectiveFunctions of the module that imports this one
     "dpo": PreferenceFunctions,
     "reward": RewardFunctions,
     "kto": KtoFunctions,
