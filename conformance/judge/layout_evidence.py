@@ -396,7 +396,7 @@ def _of_data_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Siz
     if stage == 3 and shards > 1:
         gathered = ranks.most(("all_gather", "broadcast"), shards, in_forward)
         yield "weights are gathered for the forward pass, as ZeRO-3 has it", gathered > 0
-    if "leaf" in layout.options and shards > 1 and alone:
+    if "leaf" in layout.options and shards > 1 and alone and sizes.linear.passes_all(sizes.layers):
         # Backward passes only: forward passes may also evaluate a rollout or count the tokens of experts.
         passes = [where for where in ranks.passes() if where.startswith("backward")]
         gathered = max((ranks.most(("all_gather", "broadcast"), shards, _only(one)) for one in passes), default=0)

@@ -59,6 +59,10 @@ class Linear:
         """Returns which part of the matrices in layers gradients pass."""
         return self.passed / self.layers if self.layers else 1.0
 
+    def passes_all(self, layers: int) -> bool:
+        """Tells whether gradients pass all of the layers, of the first one at least a part."""
+        return self.passed_part > 1 - 1 / layers
+
 
 class Step:
     """What all ranks did in the step at which evidence was taken, and the rows that the layout gives to them."""
@@ -425,7 +429,7 @@ def not_proven(
     yield "share of each rank in attention", layout.tp * layout.sp * layout.ulysses > 1
     yield "which ranks are replicas", layout.rep > 1 and layout.rep == shards_of(layout)
     yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)
-    yield "leaf", "leaf" in options and layout.world_size > layout.data
+    yield "leaf", "leaf" in options and (layout.world_size > layout.data or not linear.passes_all(layers))
     yield "linear layers and attention of TransformerEngine", "te" in options
     yield "exchange of keys and values", layout.sp * layout.ulysses > 1 and not linear.keys
     yield "which rank has which rows", layout.data > 1 and not step.has_rows
