@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from typing import Any
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -68,7 +69,7 @@ def rank_main(rank: int, folder: str, verdict: Any) -> None:
     if ON_GPUS:
         torch.cuda.set_device(device)
     else:
-        deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+        deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     deepspeed.init_distributed(dist_backend=backend)
     for remedied, expected in ((True, "cpu"), (False, "cuda:0" if ON_GPUS else "cpu")):

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from typing import Any
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -59,7 +60,7 @@ def rank_main(rank: int, folder: str, verdict: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     deepspeed.init_distributed(dist_backend="gloo")
     cases = (

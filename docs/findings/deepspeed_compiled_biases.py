@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from typing import Any
 
 warnings.filterwarnings("ignore")
@@ -91,7 +92,7 @@ def main() -> bool:
 if __name__ == "__main__":
     print(f"deepspeed {deepspeed.__version__}, torch {torch.__version__}, 1 rank, ZeRO-3")
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend="gloo")

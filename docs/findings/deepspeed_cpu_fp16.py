@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 
 EMULATED = "AVX2"  # no AVX512-FP16 and no AMX: most laptops, AMD's EPYC
 
@@ -24,7 +25,7 @@ def in_the_emulation() -> bool:
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.logger.setLevel("ERROR")
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     half = torch.full((64, 64), 0.5, dtype=torch.float16)
     product = (half @ half)[0, 0].item()
     print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, oneDNN limited to {EMULATED}")

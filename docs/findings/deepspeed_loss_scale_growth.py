@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from typing import Any
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -57,7 +58,7 @@ def updates(stage: int, *, mended: bool) -> list[tuple[float, float]]:
 
 if __name__ == "__main__":
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     get_accelerator().is_fp16_supported = lambda: True  # docs/findings/deepspeed-cpu-fp16.md
     print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}; the scale doubles after {WINDOW} updates")
     with tempfile.TemporaryDirectory() as folder:

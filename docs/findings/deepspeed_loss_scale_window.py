@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -66,7 +67,7 @@ def updates_until_it_grows(update: Update) -> list[int]:
 
 if __name__ == "__main__":
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     print(
         f"torch {torch.__version__}, deepspeed {deepspeed.__version__}; window of {WINDOW} updates without an overflow"
     )

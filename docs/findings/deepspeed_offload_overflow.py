@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost")
@@ -53,7 +54,7 @@ def scales(stage: int, *, offload: bool, dtype: str = "fp32", mended: bool = Fal
 
 if __name__ == "__main__":
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     get_accelerator().is_fp16_supported = lambda: True  # docs/findings/deepspeed-cpu-fp16.md
     print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}; loss scale after each of {STEPS} steps")
     print(f"right, where step {OVERFLOW} alone overflows: {RIGHT}")

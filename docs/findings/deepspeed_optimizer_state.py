@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from typing import Any
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -58,7 +59,7 @@ def wrong(found: dict[str, torch.Tensor | str], right: dict[str, torch.Tensor]) 
 
 if __name__ == "__main__":
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     present = True
     print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}; exp_avg after one step of AdamW")
     with tempfile.TemporaryDirectory() as folder:

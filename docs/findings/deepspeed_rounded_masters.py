@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from typing import Any
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -50,7 +51,7 @@ def error(x: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
 
 if __name__ == "__main__":
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     present = True
     print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, bf16; masters against the weights given")
     with tempfile.TemporaryDirectory() as folder:

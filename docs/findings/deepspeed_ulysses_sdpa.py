@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import tempfile
+from collections import defaultdict
 from typing import Any
 
 os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", WORLD_SIZE="2")
@@ -72,7 +73,7 @@ def rank_main(rank: int, folder: str, verdict: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     deepspeed.init_distributed()
     AttentionInterface.register("by_position", sdpa_by_position)

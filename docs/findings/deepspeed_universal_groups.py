@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from typing import Any
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -68,7 +69,7 @@ def resumed(folder: str, stage: int) -> Any:
 
 if __name__ == "__main__":
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}; {UPDATES} updates, loaded, one more")
     right = [0.1, 0.0], [UPDATES + 1.0] * 2
     found, mended = {}, right

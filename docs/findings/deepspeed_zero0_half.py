@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from typing import Any
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -82,7 +83,7 @@ def unscaled() -> bool:
 
 if __name__ == "__main__":
     deepspeed.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # no op is compiled
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # no op is compiled
     print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, ZeRO-0")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)

@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,7 +79,7 @@ def _set_up(device: str) -> None:
     if device == "cpu":
         set_accelerator(CPU_Accelerator())
         # Declare no op compatible, so that none is compiled: shared-memory inference alone would take half a minute.
-        _replace(deepspeed.ops, "__compatible_ops__", {})
+        _replace(deepspeed.ops, "__compatible_ops__", defaultdict(bool))
         # DeepSpeed asks oneDNN, which supports float16 only on CPUs with AVX512-FP16 or AMX. torch's own kernels, which
         # then run instead, support it on any CPU (docs/findings/deepspeed-cpu-fp16.md).
         _replace(get_accelerator(), "is_fp16_supported", lambda: True)
