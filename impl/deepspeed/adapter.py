@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
 from conformance.core.errors import UsageError
+from conformance.core.packages import UnsupportedVersion, is_installed, package_version
 from conformance.spec.conventions import RoundedMasters, model_config
 from conformance.spec.known_defects import DividedGradients, ExpectedDifference, Unmodelled
 from conformance.spec.layout import Layout
@@ -20,8 +21,9 @@ from impl.engine.adapter import HUGGING_FACE_SEAMS, SCHEDULES, SHARED_SEAMS, Ref
 from impl.engine.memory_estimate import host_bytes
 from impl.models.family_quirks import quirks_of
 from impl.models.lora import adapter_support
-from impl.models.support import compile_support, dropout_support, model_support, plan_styles
+from impl.models.support import compile_support, dropout_support, is_older, model_support, plan_styles
 
+OLDEST = (0, 19, 8)  # of DeepSpeed: other releases lack settings or functions that the backend calls
 FEWEST = 3  # summands for which the judge checks digits (conformance/judge/rounding.py)
 
 
@@ -66,6 +68,11 @@ EXPECTED = (
 
 if find_spec("deepspeed") is None:  # an import would take seconds, and most callers do not need it
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
+if is_installed("deepspeed") and is_older("deepspeed", *OLDEST):
+    raise UnsupportedVersion(
+        f"deepspeed {package_version('deepspeed')} is installed, which lacks functions that this backend calls; "
+        f"install deepspeed {'.'.join(map(str, OLDEST))} or newer"
+    )
 
 # The styles of tensor-parallel plans that AutoTP of deepspeed 0.19.8 supports; it rejects a plan with another style.
 STYLES = frozenset(

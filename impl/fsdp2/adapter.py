@@ -193,6 +193,11 @@ class Fsdp2Backend(ReferenceBackend):
         if explicit and not quirks.has_plan:
             reason = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
             return Unsupported(f"{reason}; leave it out to use the model's own plan")
+        if layout.tp > 1 and not explicit and is_older("transformers", 5, 17):
+            return Unsupported(
+                f"transformers {metadata.version('transformers')} shards models by their own plan in another way; use "
+                f"transformers 5.17 or newer, tp1, or the option 'plan'"
+            )
         vocabulary = model_config(scenario).get("vocab_size", 0)
         if not explicit and vocabulary % layout.tp and is_older("transformers", 5, 23):
             return Unsupported(
