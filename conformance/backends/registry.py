@@ -232,12 +232,16 @@ class EnvironmentProcess:
                 )
         except OSError as error:
             raise UsageError(f"{what}: {error.strerror}; give the executable of an environment") from None
+        self.check()
+
+    def check(self) -> None:
+        """Waits for the imports of the process. Raises UsageError if it has no suite, or another one."""
         needs = _NEEDS.format(conformance.__version__)
         if "suite" not in self.hello:
             why = self.hello["message"]
-            raise UsageError(f"{what}: it does not answer; the environment {needs} ({why})")
+            raise UsageError(f"{self._what}: it does not answer; the environment {needs} ({why})")
         if self.hello["suite"] != conformance.__version__:
-            raise UsageError(f"{what}: the environment has backend-parity {self.hello['suite']}; it {needs}")
+            raise UsageError(f"{self._what}: the environment has backend-parity {self.hello['suite']}; it {needs}")
 
     @cached_property
     def hello(self) -> dict[str, Any]:
@@ -283,9 +287,20 @@ class EnvironmentProcess:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    seen = [error]
+    while (cause := seen[-1].__cause__) is not None and cause not in seen:  # an error may be its own cause
+        seen.append(cause)
+    return seen[-1]
+
+
+class _Spawned(EnvironmentProcess):
+    """Answers queries about an adapter in a new interpreter of this environment."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, sys.executable, __name__, name, limit_s=LIMIT_S)
+
+    def check(self) -> None:
+        """Waits for nothing: the suite is this one, and several adapters import at the same time."""
 
 
 class _Fork:
@@ -332,9 +347,6 @@ class _Fork:
             os.closerange(low + 1, high)
             os.closerange(high + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-            # Libraries such as torchao ask for it while they are imported, which starts CUDA. That fails in a fork of a
-            # process that has counted GPUs, and would take memory of a GPU. Nothing computes in this process.
-            torch.cuda.get_device_capability = lambda device=None: (0, 0)
             queries, answers = theirs.makefile("r", encoding="utf-8"), theirs.makefile("w", encoding="utf-8")
             serve_queries(queries, answers, name, _made, _reply, _error_message)
         except BaseException:
@@ -367,11 +379,10 @@ class SubprocessAdapter:
         self._process: EnvironmentProcess
         if begun := _begun.pop(name, None) if not python else None:
             self._process = begun
-        elif python or torch.cuda.is_initialized():  # CUDA does not survive a fork
-            what = self._what.removesuffix(": ") or name
-            self._process = EnvironmentProcess(what, python or sys.executable, __name__, name, limit_s=LIMIT_S)
+        elif python:
+            self._process = EnvironmentProcess(self._what[:-2], python, __name__, name, limit_s=LIMIT_S)
         else:
-            self._process = ForkedProcess(name)
+            self._process = _process_here(name)
         hello, needs = self._process.hello, _NEEDS.format(conformance.__version__)
         if "message" in hello:
             self._process.end()
@@ -437,7 +448,7 @@ class SubprocessAdapter:
 
 
 _KNOWN, _CONVENTIONS = TypeAdapter(tuple[Known, ...]), TypeAdapter(Conventions)
-_begun: dict[str, ForkedProcess] = {}  # by the name of an adapter in this environment: those that import
+_begun: dict[str, EnvironmentProcess] = {}  # by the name of an adapter in this environment: those that import
 _there: dict[tuple[str, str], SubprocessAdapter] = {}  # by the requested name or target, and the executable
 
 
@@ -478,11 +489,16 @@ def _own_name(entry: BackendEntry) -> str:
 
 def import_adapters(entries: Sequence[BackendEntry]) -> None:
     """Starts the processes of adapters that are not there, so that they import at the same time."""
-    if torch.cuda.is_initialized():
-        return
     for entry in entries:
         if not entry.python and (entry.target, "") not in _there and (name := _own_name(entry)) not in _begun:
-            _begun[name] = ForkedProcess(name)
+            _begun[name] = _process_here(name)
+
+
+def _process_here(name: str) -> EnvironmentProcess:
+    """Starts the process of an adapter in this environment: a fork, which is faster, or a new interpreter where there
+    are GPUs. Neither CUDA nor NVML survives a fork, and libraries such as torchao query a GPU when they are imported.
+    """
+    return _Spawned(name) if torch.cuda.device_count() else ForkedProcess(name)
 
 
 def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:

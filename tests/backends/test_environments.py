@@ -15,8 +15,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from plain_profile import write_profile
 
+from conformance.backends import registry
 from conformance.backends.protocol import BackendInfo, BrokenBackend, Supported, Unsupported
 from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_of, find_backend, versions_of
 from conformance.cli import main as cli
@@ -260,7 +262,7 @@ def test_adapter_process_knows_objective_of_later_scenario() -> None:
         objectives: ClassVar[dict[str, object]] = {"sft": None}
 
     adapter: Any = InProcessAdapter(Adapter)  # type: ignore[arg-type]
-    mine = SimpleNamespace(objective=SimpleNamespace(kind="mine:Own"))
+    mine = SimpleNamespace(objective=SimpleNamespace(kind="mine:Own"), optimizer=SimpleNamespace(name="sgd"))
     assert adapter.supports(mine, Layout(dp=1)) == Unsupported("vague does not train the objective 'mine:Own'")
     Adapter.objectives["mine:Own"] = None
     with pytest.raises(AskFailed):  # it is asked, and its answer is none
@@ -303,27 +305,49 @@ def test_an_adapter_keeps_no_pipe_of_the_controller_open(tmp_path: Path, monkeyp
     os.close(reading)
 
 
-ASKS_FOR_CUDA = """
-import torch
+TELLS_ITS_PROCESS = """
+from conformance.backends import registry
+from conformance.backends.protocol import Unsupported
 from plain_backend import Plain
 
-if torch.cuda.get_device_capability() >= (10, 0):
-    raise RuntimeError("this process has a GPU")
-
-class AsksForCuda(Plain):
+class Tells(Plain):
     @classmethod
     def supports(cls, scenario, layout):
-        try:
-            torch.cuda._lazy_init()
-        except Exception as error:
-            raise ModuleNotFoundError("Could not import module") from error
+        return Unsupported("a fork" if hasattr(registry, "FORKED") else "a new interpreter")
 """
 
 
-def test_an_adapter_that_asks_for_the_gpu_starts_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchao does so, when transformers imports it in the adapter's process."""
-    (tmp_path / "asks_for_cuda.py").write_text(ASKS_FOR_CUDA)
+@pytest.mark.parametrize(("gpus", "process"), [(0, "a fork"), (1, "a new interpreter")])
+def test_where_there_are_gpus_an_adapter_is_asked_in_a_new_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, process: str
+) -> None:
+    """CUDA does not survive a fork, and libraries such as torchao start it when they are imported."""
+    (tmp_path / f"tells_{gpus}.py").write_text(TELLS_ITS_PROCESS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    asked = adapter_of(find_backend("asks_for_cuda:AsksForCuda"))
-    with pytest.raises(AskFailed, match=r"Could not import module \(because of \w+: Torch not compiled with CUDA"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(registry, "FORKED", True, raising=False)
+    asked = adapter_of(find_backend(f"tells_{gpus}:Tells"))
+    assert asked.supports(SCENARIO, Layout(pp=2)) == Unsupported(process)
+
+
+FAILS = """
+from plain_backend import Plain
+
+class Fails(Plain):
+    @classmethod
+    def supports(cls, scenario, layout):
+        error = OSError("no symbol")
+        if layout.pp > 1:
+            raise ImportError("could not import") from error
+        raise error from error
+"""
+
+
+def test_the_first_cause_of_a_failure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = adapter_of(find_backend("fails:Fails"))
+    with pytest.raises(AskFailed, match=r"could not import \(because of OSError: no symbol\)"):
         asked.supports(SCENARIO, Layout(pp=2))
+    with pytest.raises(AskFailed, match=r"OSError at fails.py:\d+: no symbol"):
+        asked.supports(SCENARIO, Layout(dp=2))
