@@ -7,7 +7,8 @@ checkpoint, an option of the layout, or an environment variable of all ranks. Ea
 its cells against the oracle. Prints a Markdown table, which docs/measurements/determinism.md holds, and writes
 OUT/determinism.json.
 
-Exit status: 1 if a cell does not conform, or differs where its library promises the same bits; else 0.
+Exit status: 1 if a cell does not conform, or differs where its library promises the same bits; 2 if OUT is not empty,
+or a run cannot be judged, or nothing was compared; else 0.
 """
 
 import argparse
@@ -72,25 +73,31 @@ def main() -> int:
     parser.add_argument("--backends", default=",".join(CELLS))
     parser.add_argument("--only", nargs="*", default=[], help="these variations, by the beginning of their names")
     options = parser.parse_args()
+    if options.out.exists() and any(options.out.iterdir()):
+        parser.error(f"{options.out} is not empty; give a new folder")
     rows: list[dict[str, object]] = []
     for variation in (FIRST, *VARIATIONS):
         wanted = not options.only or any(variation.name.startswith(name) for name in options.only)
         if variation is not FIRST and (not wanted or variation.device not in ("", options.device)):
             continue
-        run(variation, options)
+        if (code := run(variation, options)) not in (0, 1):
+            log = options.out / f"{_folder(variation.name)}.log"
+            parser.error(f"{variation.name}: parity run ended with {code}; {log} says why")
         if variation is not FIRST:
             base = options.out / _folder(AGAINST.get(variation.name, FIRST.name))
             rows += compared(variation, base, options.out / _folder(variation.name))
             (options.out / "determinism.json").write_text(json.dumps(rows, indent=1))
     print(to_markdown(rows))
+    if not rows or any(row["state"] == "conforms" and not row["tensors"] for row in rows):
+        parser.error("nothing was compared in some variations; choose others with --only")
     broken = [row for row in rows if row["state"] != "conforms" or (row["promise"] and row["differing"])]
     if broken:
         print(f"{len(broken)} cells do not conform, or differ against a promise", file=sys.stderr)
     return bool(broken)
 
 
-def run(variation: Variation, options: argparse.Namespace) -> None:
-    """Runs the cells of a variation with ``parity run``, whose log is beside its folder."""
+def run(variation: Variation, options: argparse.Namespace) -> int:
+    """Runs the cells of a variation with ``parity run``, whose log is beside its folder; returns its exit code."""
     out = options.out / _folder(variation.name)
     options.out.mkdir(parents=True, exist_ok=True)
     profile = out.with_suffix(".toml")
@@ -98,7 +105,8 @@ def run(variation: Variation, options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "conformance.cli.main", "run", "--profile", str(profile), "--keep", "all"]
     command += ["--no-bisect", "--device", options.device, "--workers", "1", "--out", str(out)]
     with out.with_suffix(".log").open("w") as log:
-        subprocess.run(command, env=os.environ | variation.environment, stdout=log, stderr=log, check=False)
+        done = subprocess.run(command, env=os.environ | variation.environment, stdout=log, stderr=log, check=False)
+    return done.returncode
 
 
 def profile_of(variation: Variation, options: argparse.Namespace) -> str:

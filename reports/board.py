@@ -208,7 +208,8 @@ def columns_of(out: Path) -> list[Column]:
 def _of_environment(out: Path, about: EnvironmentRun) -> list[Column]:
     """Returns a column for each backend in an environment; with only gaps, and the reason, if nothing was run."""
     found = {column.framework: column for column in _of_run(out)} if (out / SUMMARY).exists() else {}
-    own = dict(LOCKED.findall(about.lock))
+    # Of an address only the file: the rest names folders of one machine, or holds a password.
+    own = {name: re.split("[?#]", found)[0].rpartition("/")[2][:100] for name, found in LOCKED.findall(about.lock)}
     columns = []
     for backend in dict.fromkeys([*found, *([] if found else about.backends)]):
         empty = Column(framework=backend, version=about.name, started="", device=NOT_RUN, versions={}, squares={})

@@ -39,7 +39,7 @@ _HASH = " --hash=sha256:"
 _BEST = ("--index-strategy", "unsafe-best-match")  # of all indexes, as pip does
 _ERROR = re.compile("error|ERROR|\N{MULTIPLICATION SIGN}")  # pip's and uv's
 PIN = re.compile(r"^([\w.-]+)==([^\s;\\]+)", re.MULTILINE)
-LOCKED = re.compile(r"^([\w.-]+)(?:==| @ )([^\s;\\]+)", re.MULTILINE)  # NAME==VERSION, or NAME @ URL
+LOCKED = re.compile(r"^([\w.-]+)(?:\[[^\]]*\])?(?:==| @ )([^\s;\\]+)", re.MULTILINE)  # NAME==VERSION, or NAME @ URL
 _NO_PIN = re.compile(rf"^(?!{PIN.pattern[1:]})[^\s#].*?(?= --hash| \\|$)", re.MULTILINE)  # NAME @ URL
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from conformance.core.packages import package_version
 from conformance.numerics.determinism import without_modes
 from conformance.spec.conventions import model_config
 from conformance.spec.layout import Layout
@@ -41,6 +42,9 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
         return ""
     if find_spec("torchao") is None:
         return f"{recipe} needs torchao, which is not installed; run: pip install 'backend-parity[fp8]'"
+    found = package_version("torchao")
+    if recipe == "fp8mx" and not found.startswith("0.18."):
+        return f"torchao {found} is installed, and fp8mx is built on a prototype of 0.18; pip install 'torchao==0.18.*'"
     config = model_config(scenario)
     quirks = quirks_of(config.get("model_type"))
     if scenario.objective.kind != "sft" or scenario.lora:

@@ -11,6 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def test_a_run_that_judges_nothing_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/determinism.py", str(tmp_path / "out"), "--precisions", "nonsense"]
+    for message in ("first run: parity run ended with 2", "is not empty; give a new folder"):
+        ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+        assert ended.returncode == 2
+        assert message in ended.stderr.decode()
+
+
 @pytest.mark.exhaustive
 def test_other_kernels_differ_and_the_same_ones_do_not(tmp_path: Path) -> None:
     ended = subprocess.run(

@@ -124,3 +124,14 @@ def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
     cell = cell_of("fsdp2", "sft-packed", "llama", "dp2.fp8tensor", "exact")
     assert "pip install 'backend-parity[fp8]'" in float8.float8_support(cell.scenario, cell.phases[0].layout)
+
+
+@pytest.mark.parametrize(("version", "reason"), [("0.18.1", ""), ("0.19.0", "torchao 0.19.0 is installed, and fp8mx")])
+def test_mxfp8_needs_the_torchao_that_it_is_built_on(
+    monkeypatch: pytest.MonkeyPatch, version: str, reason: str
+) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda name: name)
+    monkeypatch.setattr(float8, "package_version", lambda package: version)
+    cell = cell_of("fsdp2", "sft-packed", "llama", "dp2.fp8mx", "exact")
+    found = float8.float8_support(cell.scenario, cell.phases[0].layout)
+    assert found.startswith(reason) if reason else not found

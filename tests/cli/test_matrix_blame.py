@@ -211,10 +211,15 @@ def test_an_environment_is_a_column_that_says_why_it_is_empty(tmp_path: Path) ->
     for name, note in (("new", ""), ("old", "no wheel of b 2")):
         out = tmp_path / name if note else write_sample(tmp_path / name)
         about: Any = {"name": name, "note": note, "command": f"{again} {name}", "backends": ("deepspeed",)}
-        write_environment(out, EnvironmentRun(lock="b==2 --hash=sha256:1\nc @ file:///c.whl\n", **about))
+        write_environment(
+            out,
+            EnvironmentRun(
+                lock="b==2 --hash=sha256:1\nc[d] @ https://me:password@host/secret/c-1.whl?token=1\n", **about
+            ),
+        )
     columns = {one.version: one for one in [*columns_of(tmp_path / "new"), *columns_of(tmp_path / "old")]}
     ran, empty = columns["new"], columns["old"]
-    assert (ran.versions["b"], ran.versions["c"]) == ("2", "file:///c.whl")
+    assert (ran.versions["b"], ran.versions["c"]) == ("2", "c-1.whl")
     assert all(square.reproduce.startswith(f"{again} new --") for square in ran.squares.values())
     board = Board(columns=(ran, empty))
     gap = board.square(empty, board.rows[0])
