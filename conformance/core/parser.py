@@ -56,6 +56,8 @@ class Parser(argparse.ArgumentParser):
         choices = [] if action.choices is None else [*action.choices]
         if not choices or value in choices:
             return
+        if advice := getattr(action, "advice", {}).get(value):
+            self.error(advice)
         near, all_of_them = did_you_mean(str(value), map(str, choices)), ", ".join(map(str, choices))
         if isinstance(action, argparse._SubParsersAction):
             self.error(f"there is no command {value!r}; {near}commands: {all_of_them}")

@@ -23,7 +23,7 @@ from conformance.data.images import check_images
 from conformance.data.tokenizer import Documents, load_tokenizer
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import IMAGE, Batch, Document, Row
-from conformance.spec.observables import IN_PAIRS, Reads
+from conformance.spec.observables import IN_PAIRS, Reads, documents_together
 from conformance.spec.scenario import DataConfig, Scenario
 
 LOOK_AHEAD = 1000  # documents; each document that is tried is tokenized
@@ -37,18 +37,17 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     ``scenario.seed`` shuffles the samples once; when they run out, they are used again from the start. Only the samples
     that are needed are tokenized. Without packing, a row is one document. With packing, a row holds as many documents
     as fit into ``max_len``, in order: usually two or more, or a single long one. The answers of a preference are two
-    documents in a row, or in two consecutive rows; so are a labelled answer and the answer of the next sample to the
-    same prompt. The rows that the module's docstring names lose their target tokens.
+    documents in a row, or in two consecutive rows; so are a labelled answer and the next sample's answer to another
+    prompt, both after the prompt of the first. The rows that the module's docstring names lose their target tokens.
 
     Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
     """
     data = scenario.data
-    in_pairs = scenario.objective.reads in IN_PAIRS
     samples = samples_in_turn(data, scenario.objective.reads, seed=scenario.seed)
     tokenizer = load_tokenizer(model, trusted=scenario.trust_remote_code)
     documents = Documents(samples, data, tokenizer, likely=scenario.steps * data.rows)
-    units = Units(documents, 2 if in_pairs else 1)
-    if data.packed and not in_pairs:
+    units = Units(documents, documents_together(scenario.objective.reads))
+    if data.packed and units.size == 1:
         documents.check_packing()
     rows = pack(units, max_len=data.max_len) if data.packed else one_by_one(units)
     try:
@@ -79,9 +78,28 @@ def samples_in_turn(data: DataConfig, reads: Reads, *, seed: int | None = None) 
     samples = [(number, sample) for number, together in numbered for sample in together]
     if reads != "labelled answers":
         return samples
-    following = samples[1:] + samples[:1]
-    pairs = zip(samples, following, strict=True)
-    return [(number, one) for (number, own), (_, other) in pairs for one in (own, mismatched(own, other))]
+    others = _of_other_prompts([sample for _, sample in samples], data)
+    pairs = zip(samples, others, strict=True)
+    return [(number, one) for (number, own), other in pairs for one in (own, mismatched(own, other))]
+
+
+def _of_other_prompts(samples: Sequence[Sample], data: DataConfig) -> list[Sample]:
+    """Returns for each sample the next one with another prompt; the first one follows the last.
+
+    Raises UsageError if all have the same prompt.
+    """
+    prompts = [(sample.messages[: sample.trained[0]], sample.tools) for sample in samples]
+    following = [*range(1, len(samples)), 0]
+    if all(prompt == prompts[0] for prompt in prompts):
+        raise UsageError(
+            f"all samples of {data.path} have the same prompt, and KTO compares an answer with the answer to another "
+            f"prompt; give samples of two prompts or more"
+        )
+    for _ in range(2):  # the last samples find theirs at the start, so the second pass completes them
+        for at in reversed(range(len(samples))):
+            after = (at + 1) % len(samples)
+            following[at] = after if prompts[at] != prompts[after] else following[after]
+    return [samples[at] for at in following]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +154,7 @@ def load_documents(config: DataConfig, tokenizer: Any, reads: Reads = "samples")
     """
     samples = samples_in_turn(config, reads)
     documents = Documents(samples, config, tokenizer, likely=len(samples))
-    units = Units(documents, 2 if reads in IN_PAIRS else 1)
+    units = Units(documents, documents_together(reads))
     kept = [document for index in range(len(units)) for document in units[index] or ()]
     documents.warn_of_length()
     if not kept:

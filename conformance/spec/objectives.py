@@ -282,7 +282,7 @@ class Objective(Protocol):
 
     reads: what the data set holds: ``samples`` (pairs of texts), ``preferences`` (a chosen and a rejected answer to a
         prompt, two consecutive documents), ``labelled answers`` (an answer, and beside it the same prompt with the
-        answer of the next sample) or ``rollouts`` (conformance.data.rollouts). One that reads rollouts also has
+        next answer to another prompt) or ``rollouts`` (conformance.data.rollouts). One that reads rollouts also has
         ``rollout_roles``, the roles whose models run over each before its first update.
     disable_dropout: whether models run without the dropout of their configuration, also in updates.
     """

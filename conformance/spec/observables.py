@@ -40,7 +40,12 @@ MULTI_TOKEN = Role(name="policy", head="multi-token")
 
 # What an objective's data set holds
 Reads = Literal["samples", "preferences", "labelled answers", "labelled steps", "rollouts"]
-IN_PAIRS: tuple[Reads, ...] = ("preferences", "labelled answers")  # of which two consecutive documents stay together
+IN_PAIRS: tuple[Reads, ...] = ("preferences", "labelled answers")
+
+
+def documents_together(reads: Reads) -> int:
+    """Returns how many consecutive documents stay in one micro-batch: 2 for pairs of answers."""
+    return 2 if reads in IN_PAIRS else 1
 
 
 ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]

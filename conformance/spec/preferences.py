@@ -145,7 +145,7 @@ class Kto:
     desirable_weight (1 - sigmoid(beta (r - z))) for a desired answer and undesirable_weight (1 - sigmoid(beta (z - r)))
     for another one, averaged over all answers of the step. z estimates the KL to the reference: the mean of r over the
     mismatched answers of the whole step, over all ranks and micro-batches, or 0 if the mean is negative. z has no
-    gradient. A mismatched answer is the answer to another prompt: here that of the next sample.
+    gradient. A mismatched answer is the answer to another prompt: here that of the next sample with another one.
 
     kind: the name of the objective.
     beta: the strength of the constraint to the reference.

@@ -34,7 +34,7 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain, shown
 from conformance.core.io import read_toml
 from conformance.spec.objectives import Objective, objective_to_json, parse_objective
-from conformance.spec.observables import IN_PAIRS, POLICY, Role
+from conformance.spec.observables import POLICY, Role, documents_together
 from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
 from conformance.spec.supervised import Sft
 
@@ -276,7 +276,7 @@ class Scenario:
     @property
     def rows_together(self) -> int:
         """Returns how many consecutive rows a micro-batch must not separate: 2 for the answers of unpacked pairs."""
-        return 2 if self.objective.reads in IN_PAIRS and not self.data.packed else 1
+        return 1 if self.data.packed else documents_together(self.objective.reads)
 
     def trains(self, role: Role, name: str) -> bool:
         """Tells whether a parameter of this role's model is trained."""

@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 from conformance.core.errors import UsageError
+from conformance.spec.objectives import BUILT_IN
 from impl.train.flags import (
     COMMANDS,
     Parser,
     add_flags,
     given_values,
     merge_values,
+    not_trained,
     read_recipe,
     resolve_options,
     summary,
@@ -30,6 +32,7 @@ class Train:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         commands = parser.add_subparsers(dest="train", required=True, metavar="|".join(COMMANDS), parser_class=Parser)
+        commands.advice = {kind: not_trained(kind) for kind in BUILT_IN if kind not in COMMANDS}  # type: ignore[attr-defined]
         for command, about in COMMANDS.items():
             one = commands.add_parser(command, help=about, description=about)
             one.add_argument("--config", type=Path, metavar="FILE", help="recipe: TOML or YAML, the options by name")

@@ -14,7 +14,7 @@ from conformance.data.forms import Sample, pair, read_samples
 from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, encode_prompt
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Objective
-from conformance.spec.observables import IN_PAIRS
+from conformance.spec.observables import documents_together
 from conformance.spec.scenario import DataConfig
 from conformance.spec.supervised import Sft
 from impl.checkpoints.training_state import DataPosition
@@ -111,18 +111,13 @@ class DocumentSource:
     objective: Objective = field(default_factory=Sft)
 
     def next(self, step: int) -> Work:
-        size = together(self.objective)
+        size = documents_together(self.objective.reads)
         rows: list[tuple[Document, ...]] = []
         while len(rows) < self.data.rows:
             documents, self.position = next_row(self.documents, self.position, self.data, size=size)
             rows += [documents] if self.data.packed else [(document,) for document in documents]
         batch = Batch(step, self.data.max_len, tuple(Row(i, documents) for i, documents in enumerate(rows)))
         return Work(batches=self.objective.annotate([batch]))
-
-
-def together(objective: Objective) -> int:
-    """Returns how many consecutive documents stay in one micro-batch: 2 for pairs of answers."""
-    return 2 if objective.reads in IN_PAIRS else 1
 
 
 def next_row(

@@ -10,16 +10,17 @@ import contextlib
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from conformance.core import parser
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
-from conformance.spec.objectives import AdvantageEstimator, LossMode
+from conformance.spec.objectives import BUILT_IN, AdvantageEstimator, LossMode
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.preferences import PreferenceLoss
+from conformance.spec.scenario import TooLong
 from impl.train.foreign_options import FOREIGN, endings
 from impl.train.rewards import ARITHMETIC, REWARDS, reward_name
 
@@ -35,7 +36,6 @@ COMMANDS = {
 }
 ROLLOUT = ("grpo", "ppo")
 REWARDED = ("reward", "prm")  # train a model with a value head, and no policy
-PAIRED = ("dpo", "kto", "reward")
 _POLICIES = tuple(command for command in COMMANDS if command not in REWARDED)
 _EVALUATED = ("sft", *ROLLOUT)
 DOCUMENTS = tuple(command for command in COMMANDS if command not in ROLLOUT)  # read what they train on from --dataset
@@ -51,6 +51,14 @@ ALTERNATIVES = (*SAME_SIZE.items(), ("max_steps", "max_epochs", "num_episodes"))
 Value = str | int | float | bool | None
 _BY_WIDTH = tuple(tier.name for tier in sorted(PRECISIONS.values(), key=lambda tier: tier.compute.bytes))
 _TP = "give --tensor-model-parallel-size, which every backend has"
+
+
+def not_trained(kind: str) -> str:
+    """Tells a user who asks to train with an objective that backends are only judged on how to judge them."""
+    return (
+        f"{kind} is not trained with; backends are judged on it by parity run --profile full --cells '{kind}*'; "
+        f"commands: {', '.join(COMMANDS)}"
+    )
 
 
 def written(name: str) -> str:
@@ -90,6 +98,9 @@ class TrainOptions:
     input_key: str = option("field of the input or prompt", default="question")
     output_key: str = option("field of the output or reference answer", default="answer")
     max_len: int = option("tokens of a row at most, prompt and response together", default=2048)
+    too_long: TooLong = option(
+        "what happens to documents of more than --max-len tokens", default="truncate", commands=DOCUMENTS
+    )
     packing_samples: bool = option("put several documents into a row", default=False)
     # Steps
     train_batch_size: int = option(
@@ -171,7 +182,6 @@ class TrainOptions:
     temperature: float = option(
         "of sampling and of log-probs; of both distributions of distillation",
         default=1.0,
-        above=0,
         commands=(*ROLLOUT, "distillation"),
     )
     rollout_engine: str = option(
@@ -186,19 +196,16 @@ class TrainOptions:
         "embedded arithmetic, else exact-answer)",
         commands=ROLLOUT,
     )
-    # Objective: names of conformance/spec/preferences.py and supervised.py
+    # Objective: ranges are those of fields with the same name in conformance/spec (_in_range_of)
     loss_type: PreferenceLoss = option(
         "loss of a pair; odds_ratio is that of ORPO", default="sigmoid", commands=("dpo",)
     )
     beta: float | None = option(
         "of dpo and kto the strength of the constraint to the reference (default: 0.1); of distillation 0 is the "
         "forward KL, 1 the reverse KL (default), between them the Jensen-Shannon divergence",
-        least=0,
         commands=("dpo", "kto", "distillation"),
     )
-    label_smoothing: float = option(
-        "probability that a label is wrong", default=0.0, least=0, most=0.5, commands=("dpo",)
-    )
+    label_smoothing: float = option("probability that a label is wrong", default=0.0, commands=("dpo",))
     reference_free: bool = option("log-probs instead of log-ratios", default=False, commands=("dpo",))
     length_normalised: bool = option(
         "the mean over the tokens of an answer instead of the sum", default=False, commands=("dpo",)
@@ -206,13 +213,12 @@ class TrainOptions:
     target_margin: float = option(
         "subtracted from every margin; SimPO: gamma / beta, with --reference-free and --length-normalised",
         default=0.0,
-        least=0,
         commands=("dpo",),
     )
-    sft_coef: float = option("factor of -log p of the chosen answers", default=0.0, least=0, commands=("dpo",))
-    desirable_weight: float = option("weight of desired answers", default=1.0, least=0, commands=("kto",))
-    undesirable_weight: float = option("weight of the others", default=1.0, least=0, commands=("kto",))
-    center_coef: float = option("factor of the squared sum of both scores", default=0.0, least=0, commands=("reward",))
+    sft_coef: float = option("factor of -log p of the chosen answers", default=0.0, commands=("dpo",))
+    desirable_weight: float = option("weight of desired answers", default=1.0, commands=("kto",))
+    undesirable_weight: float = option("weight of the others", default=1.0, commands=("kto",))
+    center_coef: float = option("factor of the squared sum of both scores", default=0.0, commands=("reward",))
     top_k: int | None = option(
         "the teacher's likeliest tokens alone (default: the whole vocabulary)", commands=("distillation",)
     )
@@ -222,12 +228,12 @@ class TrainOptions:
     loss_mode: LossMode = option(
         "loss of the policy (docs/explanations/objectives.md)", default="vanilla", commands=ROLLOUT
     )
-    kl_coef: float = option("KL to the reference, in the reward", default=0.0, least=0, commands=ROLLOUT)
-    kl_loss_coef: float = option("KL to the reference, in the loss", default=0.0, least=0, commands=ROLLOUT)
+    kl_coef: float = option("KL to the reference, in the reward", default=0.0, commands=ROLLOUT)
+    kl_loss_coef: float = option("KL to the reference, in the loss", default=0.0, commands=ROLLOUT)
     advantage_estimator: AdvantageEstimator = option(
         "how rewards become advantages", default="grpo", commands=("grpo",)
     )
-    gamma: float = option("discount of rewards", default=1.0, least=0, most=1, commands=ROLLOUT)
+    gamma: float = option("discount of rewards", default=1.0, commands=ROLLOUT)
     lambd: float = option("lambda of generalised advantage estimation", default=1.0, least=0, most=1, commands=("ppo",))
     value_clip: float = option("values are clipped to the old -/+ this", default=0.5, above=0, commands=("ppo",))
     # Output
@@ -269,7 +275,7 @@ class TrainOptions:
 class Flag:
     """Describes one option.
 
-    least, above, most: the range of a number; a whole number is 1 or more unless ``least`` says otherwise.
+    least, above, most, below: the range of a number; a whole number is 1 or more unless ``least`` says otherwise.
     commands: the commands that have the option.
     unsupported: by backend, the reason why it does not support the option.
     in_recipe: whether a recipe may contain it.
@@ -283,6 +289,7 @@ class Flag:
     least: float | None = None
     above: float | None = None
     most: float | None = None
+    below: float | None = None
     commands: tuple[str, ...] = tuple(COMMANDS)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     in_recipe: bool = True
@@ -307,14 +314,21 @@ class Flag:
         if self.kind not in (int, float) or value is None:
             return
         assert isinstance(value, int | float)
-        bounds = {
-            f"{self.least} or more": self.least is None or value >= self.least,
-            f"more than {self.above}": self.above is None or value > self.above,
-            f"{self.most} or less": self.most is None or value <= self.most,
+        broken = [words for words, holds in self.bounds.items() if not holds(value)]
+        if broken or math.isnan(value):
+            raise UsageError(f"{written(self.name)} must be {' and '.join(broken) or 'a number'}, got {value}")
+
+    @property
+    def bounds(self) -> dict[str, Callable[[float], bool]]:
+        """The tests of a number, by their words."""
+        least, above, most, below = self.least, self.above, self.most, self.below
+        every: dict[str, Callable[[float], bool] | None] = {
+            f"{least} or more": None if least is None else lambda value: value >= least,
+            f"more than {above}": None if above is None else lambda value: value > above,
+            f"{most} or less": None if most is None else lambda value: value <= most,
+            f"less than {below}": None if below is None else lambda value: value < below,
         }
-        if broken := [words for words, holds in bounds.items() if not holds] or math.isnan(value):
-            words = " and ".join(broken) if isinstance(broken, list) else "a number"
-            raise UsageError(f"{written(self.name)} must be {words}, got {value}")
+        return {words: holds for words, holds in every.items() if holds}
 
 
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -335,7 +349,19 @@ FLAGS = {option.name: _flag(option) for option in fields(TrainOptions)}
 
 def flags_of(command: str) -> dict[str, Flag]:
     """Returns the options of a command by name."""
-    return {name: flag for name, flag in FLAGS.items() if command in flag.commands}
+    return {name: _in_range_of(flag, command) for name, flag in FLAGS.items() if command in flag.commands}
+
+
+def _in_range_of(flag: Flag, command: str) -> Flag:
+    """Returns the option with the range of the objective's field of this name, if there is one."""
+    field = BUILT_IN[command].__pydantic_fields__.get(flag.name)
+    rules = {
+        name: getattr(one, name) for one in (field.metadata if field else ()) for name in _RANGES if hasattr(one, name)
+    }
+    return replace(flag, **{_RANGES[name]: bound for name, bound in rules.items()})
+
+
+_RANGES = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}
 
 
 class Parser(parser.Parser):
@@ -348,8 +374,11 @@ class Parser(parser.Parser):
 def add_flags(to: argparse.ArgumentParser, command: str) -> None:
     """Declares a command's options. Options that are not given are not in the namespace."""
     for flag in flags_of(command).values():
-        default = "" if flag.default is None or flag.kind is bool else f" (default: {flag.default})"
-        about: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
+        notes = [] if flag.default is None or flag.kind is bool else [f"default: {flag.default}"]
+        if flag.bounds.keys() - {"1 or more"}:
+            notes.insert(0, " and ".join(flag.bounds))
+        help = flag.help + (f" ({'; '.join(notes)})" if notes else "")
+        about: dict[str, Any] = {"help": help, "default": argparse.SUPPRESS}
         if flag.kind is bool:
             to.add_argument(written(flag.name), action=argparse.BooleanOptionalAction, **about)
         else:
@@ -421,11 +450,15 @@ def _unknown(name: str, command: str, *, written: Callable[[str], str] = str) ->
     """Explains that a command does not have an option. ``written``: how names of options are written."""
     bare = name.removeprefix("--").removeprefix("no-").replace("-", "_")
     flags = flags_of(command)
-    known = next((FOREIGN.get(end, end) for end in endings(bare) if end in FOREIGN or end in FLAGS), "")
-    names, _, difference = known.partition(", ")
+    typed = next((end for end in endings(bare) if end in FOREIGN or end in FLAGS), "")
+    names, _, difference = (typed if typed in flags else FOREIGN.get(typed, typed)).partition(", ")
     own = next((each for each in names.split("|") if each in flags), names.split("|")[0])
-    if own in FLAGS and own not in flags:
-        return f"{written(own)} is an option of {' and '.join(FLAGS[own].commands)}, not of {command}; leave it out"
+    elsewhere = typed if typed in FLAGS and typed not in flags else own
+    if elsewhere in FLAGS and elsewhere not in flags:
+        *commands, last = FLAGS[elsewhere].commands
+        advice = f"{command} has {written(own)}" if own in flags else "leave it out"
+        listed = f"{', '.join(commands)} and {last}" if commands else last
+        return f"{written(elsewhere)} is an option of {listed}, not of {command}; {advice}"
     if difference and not own:
         return f"there is no option {shown(name)}: {difference}; leave it out"
     if own:

@@ -6,6 +6,7 @@ decides whether it supports both, as for a cell of the suite.
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -24,10 +25,11 @@ from conformance.models.folders import weight_files
 from conformance.runner.environment import model_sizes
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import BUILT_IN
+from conformance.spec.observables import documents_together
 from conformance.spec.scenario import ALL_LINEAR, LoraConfig, Scenario, parse_scenario
 from impl.models.family_quirks import PLANNED
 from impl.train.config import OutputConfig, RolloutConfig, TrainConfig
-from impl.train.flags import EMBEDDED, PAIRED, ROLLOUT, TrainOptions, Value, flags_of, written
+from impl.train.flags import EMBEDDED, ROLLOUT, TrainOptions, Value, flags_of, written
 from impl.train.plan import parameter_shapes
 from impl.train.rewards import ARITHMETIC, reward_of
 
@@ -55,6 +57,7 @@ def train_config(
         models["critic"] = _model(options.critic_pretrain or options.pretrain, options, dry_run=dry_run)
     if command == "distillation":
         models["teacher"] = _model(options.teacher_pretrain, options, dry_run=dry_run)
+        _check_teacher(models["teacher"], student=model)
     return TrainConfig(
         backend=backend,
         layout=layout,
@@ -79,6 +82,18 @@ def _model(folder: str, options: TrainOptions, *, dry_run: bool) -> Path:
         runs_code(model, trusted=options.trust_remote_code)
         weight_files(model)
     return model
+
+
+def _check_teacher(teacher: Path, *, student: Path) -> None:
+    """Raises UsageError if the configurations of teacher and student have vocabularies of different sizes."""
+    configs = [read_json(folder / "config.json") for folder in (teacher, student)]
+    theirs, own = (config.get("text_config", config).get("vocab_size") for config in configs)
+    if theirs != own and None not in (theirs, own):
+        raise UsageError(
+            f"--teacher-pretrain {teacher} has vocab_size {theirs} in its config.json and --pretrain {student} has "
+            f"{own}, but distillation compares the probabilities of the same tokens; give a teacher with a vocabulary "
+            f"of {own}, or if one is only padded, resize its embeddings (resize_token_embeddings of transformers)"
+        )
 
 
 def device_of(options: TrainOptions, *, dry_run: bool) -> Literal["cpu", "cuda"]:
@@ -179,8 +194,8 @@ class _Batch:
                 f"data-parallel ranks = {at_once}; use {f'{below} or ' if below else ''}{above}"
             )
         if command not in ROLLOUT:
-            is_split = command in PAIRED and not options.packing_samples
-            return cls(rows=rows * (2 if is_split else 1), accumulation=accumulation)
+            in_rows = 1 if options.packing_samples else documents_together(BUILT_IN[command].reads)
+            return cls(rows=rows * in_rows, accumulation=accumulation)
         prompts, samples = options.rollout_batch_size, options.n_samples_per_prompt
         responses = prompts * samples
         if options.packing_samples:
@@ -210,6 +225,7 @@ def _scenario(options: TrainOptions, command: str, *, model: Path, batch: _Batch
         "output_key": options.output_key,
         "max_len": options.max_len,
         "packed": options.packing_samples,
+        "too_long": options.too_long,
         "rows": batch.rows,
     }
     steps = _steps(options, command, path, batch)
@@ -281,9 +297,10 @@ def _steps(options: TrainOptions, command: str, data: str, batch: _Batch) -> int
         if epochs is not None:
             raise UsageError(f"--max-steps and {passes} both set the length of the training; give one of them")
         return _whole_rollouts(options.max_steps, options, command, batch)
-    if options.packing_samples and command not in ROLLOUT:
+    if command not in ROLLOUT and (options.packing_samples or options.too_long == "drop"):
+        given = "--packing-samples" if options.packing_samples else "--too-long drop"
         raise UsageError(
-            "--packing-samples: the number of rows in a pass over the data depends on its lengths; give --max-steps"
+            f"{given}: the number of rows in a pass over the data depends on its lengths; give --max-steps"
         )
     if data == ARITHMETIC:
         raise UsageError("the embedded arithmetic has no end; give --max-steps, or a --dataset")
@@ -313,8 +330,14 @@ def _whole_rollouts(steps: int, options: TrainOptions, command: str, batch: _Bat
 
 def _of_documents(options: TrainOptions, command: str, batch: _Batch) -> dict[str, Any]:
     """Returns an objective without rollouts, whose fields have the names of options."""
-    names = {one.name for one in dataclasses.fields(BUILT_IN[command])} & flags_of(command).keys()
-    return {"kind": command} | {name: value for name in names if (value := getattr(options, name)) is not None}
+    names = sorted({one.name for one in dataclasses.fields(BUILT_IN[command])} & flags_of(command).keys())
+    values = {name: value for name in names if (value := getattr(options, name)) is not None}
+    try:
+        BUILT_IN[command](**values)
+    except ValidationError as error:  # each value is in its range, so they do not fit together
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UsageError(re.sub(rf"\b({'|'.join(names)})\b", lambda name: written(name[0]), message)) from None
+    return {"kind": command} | values
 
 
 def _policy_gradient(options: TrainOptions, command: str, batch: _Batch) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from conformance.models.folder_checks import CONFIG, runs_code
 from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Objective
-from conformance.spec.observables import POLICY, Role
+from conformance.spec.observables import POLICY, Role, documents_together
 from conformance.spec.scenario import ADAPTER, DataConfig, Scenario, ScheduleConfig, scenario_to_json
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
@@ -40,7 +40,7 @@ from impl.models.export import check_target, write_folder
 from impl.models.lora import check_same, write_start
 from impl.objectives.policy_gradient import functions_of
 from impl.train.config import RolloutConfig, TrainConfig
-from impl.train.data import DocumentSource, Prompt, Source, fits, load_prompts, together
+from impl.train.data import DocumentSource, Prompt, Source, fits, load_prompts
 from impl.train.experience import RolloutSource, check_rollout, sample_responses, score, texts_of
 from impl.train.generation import Sampling, make_engine
 from impl.train.plan import parameter_shapes
@@ -338,7 +338,7 @@ def source_of(
     """Returns the source of the training's work: documents, or rollouts of prompts."""
     scenario, rollout = config.scenario, config.rollout
     if isinstance(inputs, DocumentInputs):
-        count = len(inputs.documents) // together(scenario.objective)
+        count = len(inputs.documents) // documents_together(scenario.objective.reads)
         position = DataPosition(seed=scenario.seed, documents=count)
         return DocumentSource(inputs.documents, scenario.data, position, scenario.objective)
     assert rollout is not None

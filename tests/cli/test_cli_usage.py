@@ -147,6 +147,7 @@ def test_numbers_that_mean_nothing_are_refused(
     ("arguments", "words"),
     [
         (["lst"], "there is no command 'lst'; did you mean 'list'"),
+        (["train", "mtp"], "backends are judged on it by parity run --profile full --cells 'mtp*'; commands: sft"),
         (["train", "srt"], "there is no command 'srt'; did you mean 'sft'"),
         (["run", "--profil", "quick"], "there is no option --profil; did you mean '--profile'"),
         (["run", "--prof", "quick"], "there is no option --prof; "),

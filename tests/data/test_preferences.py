@@ -8,7 +8,7 @@ import pytest
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.documents import build_batches
+from conformance.data.documents import build_batches, samples_in_turn
 from conformance.data.forms import read_labelled, read_preferences, read_steps
 from conformance.data.samples import reads_of
 from conformance.data.tokenizer import load_tokenizer
@@ -66,6 +66,30 @@ def test_a_mismatched_answer_is_that_of_the_next_sample() -> None:
     follows = [part(one, True) == part(two, True) for one, two in zip(mismatched, own[1:], strict=False)]
     assert sum(follows) > len(own) / 2  # packing takes some samples out of their order
     assert {one.columns[LABEL] for one in own} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mismatched"),
+    [("AABB", "3311"), ("ABAB", "2341"), ("ABBA", "2442"), ("AAB", "331")],  # numbers of answers, from 1
+)
+def test_a_mismatched_answer_is_to_another_prompt(prompts: str, mismatched: str, tmp_path: Path) -> None:
+    records = [
+        {"prompt": prompt, "completion": str(number), "label": number % 2}
+        for number, prompt in enumerate(prompts, start=1)
+    ]
+    data = DataConfig(path=str(written(tmp_path, *records)))
+    samples = [sample for _, sample in samples_in_turn(data, "labelled answers")]
+    assert [(one.prompt[0]["content"], one.answer) for one in samples[::2]] == [
+        (prompt, str(number)) for number, prompt in enumerate(prompts, start=1)
+    ]
+    assert [(one.prompt[0]["content"], one.answer) for one in samples[1::2]] == [*zip(prompts, mismatched, strict=True)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_to_one_prompt_are_refused(count: int, tmp_path: Path) -> None:
+    file = written(tmp_path, *[{"prompt": "2 + 3?", "completion": str(n), "label": 1} for n in range(count)])
+    with pytest.raises(UsageError, match=r"have the same prompt.*give samples of two prompts or more"):
+        samples_in_turn(DataConfig(path=str(file)), "labelled answers")
 
 
 def test_a_layout_that_would_cut_pairs_is_refused() -> None:

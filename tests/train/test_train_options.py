@@ -1,7 +1,9 @@
 """The options of ``parity train``: what they become, and what is refused with which advice."""
 
 import argparse
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from conformance.core.errors import UsageError
+from conformance.core.host import FIXTURES
 from conformance.data.forms import read_samples
 from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
 from impl.checkpoints.folder import TrainingFolder
@@ -25,7 +28,7 @@ from impl.train.setup import held_out_data
 TINY = ("--pretrain", "models/pangu", "--max-steps", "4", "--device", "cpu")
 
 
-def config_of(command: str, backend: str, *said: str, ranks: int | None = None) -> TrainConfig:
+def config_of(command: str, backend: str, *said: str, ranks: int | None = None, dry_run: bool = False) -> TrainConfig:
     """What a command line becomes."""
     parser = argparse.ArgumentParser(prog="parity train")
     TRAIN.add_arguments(parser)
@@ -33,7 +36,7 @@ def config_of(command: str, backend: str, *said: str, ranks: int | None = None) 
     given = given_values(options, command)
     recipe = read_recipe(options.config, command) if options.config else {}
     resolved = resolve_options(given, recipe, command)
-    return train_config(command, resolved, given=merge_values(given, recipe), ranks=ranks)
+    return train_config(command, resolved, given=merge_values(given, recipe), ranks=ranks, dry_run=dry_run)
 
 
 def layout_of(backend: str, *said: str) -> str:
@@ -419,13 +422,56 @@ def test_objectives_on_documents_take_their_options(command: str) -> None:
     ("command", "said", "advice"),
     [
         ("distillation", "", "--teacher-pretrain is missing"),
-        ("dpo", "--loss-type robust", "robust corrects for label_smoothing"),
-        ("dpo", "--beta 0", "beta"),
+        ("distillation", "--teacher-pretrain models/llama --beta 1.5", "^--beta must be 1 or less, got 1.5$"),
+        ("dpo", "--loss-type robust", "^robust corrects for --label-smoothing, which is 0; set it"),
+        ("dpo", "--beta 0", "^--beta must be more than 0, got 0.0$"),
+        ("dpo", "--label-smoothing 0.5", "^--label-smoothing must be less than 0.5, got 0.5$"),
     ],
 )
 def test_wrong_objectives_on_documents_are_refused(command: str, said: str, advice: str) -> None:
     with pytest.raises(UsageError, match=advice):
         config_of(command, "fsdp2", *TINY, *said.split())
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_teacher_of_another_vocabulary_is_refused(dry_run: bool, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(FIXTURES / "models" / "llama", teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(config | {"vocab_size": 421}))
+    said = ("--teacher-pretrain", str(teacher))
+    with pytest.raises(UsageError, match=r"teacher has vocab_size 421 .*/pangu has 400, .*; give a teacher"):
+        config_of("distillation", "fsdp2", *TINY, *said, dry_run=dry_run)
+
+
+def test_ranges_of_objectives_are_explained(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        config_of("dpo", "fsdp2", "--help")
+    assert "(0 or more and less than 0.5; default: 0.0)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "told"),
+    [
+        ("reward", "--beta", "--beta is an option of dpo, kto and distillation, not of reward; leave it out"),
+        ("grpo", "--beta", "not of grpo; grpo has --kl-loss-coef"),
+        ("dpo", "--trainer.beta", "in parity train this is --beta"),
+        ("kto", "--loss-type", "--loss-type is an option of dpo, not of kto; leave it out"),
+        ("ppo", "--loss_type", "--loss-type is an option of dpo, not of ppo; ppo has --loss-mode"),
+    ],
+)
+def test_options_of_other_commands_are_answered_by_the_typed_name(
+    command: str, said: str, told: str, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit):
+        config_of(command, "fsdp2", *TINY, f"{said}=1")
+    assert told in capsys.readouterr().err
+
+
+def test_documents_that_are_too_long_may_be_left_out() -> None:
+    assert config_of("dpo", "fsdp2", *TINY, "--too-long", "drop").scenario.data.too_long == "drop"
+    with pytest.raises(UsageError, match=r"--too-long drop: the number of rows .* give --max-steps"):
+        config_of("dpo", "fsdp2", "--pretrain", "models/llama", "--device", "cpu", "--too-long", "drop")
 
 
 def test_every_option_is_explained_and_takes_its_default() -> None:
