@@ -10,7 +10,7 @@ compared, among them one of each row and one of each column.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,7 @@ from conformance.judge.tensor_views import (
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
-from conformance.oracle.optimizer import AdamW, Muon, clip_factor, make_optimizer
+from conformance.oracle.optimizer import DRAWS, AdamW, Muon, clip_factor, make_optimizer
 from conformance.oracle.policy_gradient import divergence
 from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
 from conformance.records.step_tensors import Record, StepRecord
@@ -40,9 +40,11 @@ from conformance.spec.scenario import OptimizerConfig, Scenario
 
 REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
 MOMENT_ROUNDINGS = 8  # of a moment in a step: norm, clip factor and clipping, two products and their sum
+LEAST_OF_MUON = 2.0**-7  # noise of its update, two roundings of bfloat16, whatever some draws show by chance
 UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
 
 UNCHANGED = " where the update is skipped"
+OF_MUON = " of the update by Muon of "
 CLIP = f"all: clip factor{AGAINST_REBUILT}"  # of gradients that were not read
 
 
@@ -138,6 +140,7 @@ def rebuilt_updates(
     the next one, after which moments are shown: the first moment gives the gradient that was not read, and the second
     moment and the weights have to follow from it. Without moments nothing is rebuilt from there on, until a phase
     begins with a new optimizer. Where an update is skipped, because gradients overflow in fp16, no weight may change.
+    Below the exact tier the update of Muon is judged as a whole, too (errors_of_muon).
     ``variant``: the oracle's.
     """
     declared = [o for o in oracle.observables if o.rebuilt]
@@ -190,8 +193,7 @@ def _of_tensor(
     for step in steps:
         if step.first:
             dims = step.before.elements[name].ndim if name in step.before.tensors else 0
-            half = not scenario.tier.is_exact
-            optimizer, sizes = (make_optimizer(scenario.optimizer, name, dims, variant, half=half) for _ in range(2))
+            optimizer, sizes = (make_optimizer(scenario.optimizer, name, dims, variant) for _ in range(2))
             known, together = not (isinstance(optimizer, Muon) and name in step.before.samples), []
         if step.skipped:
             if name in step.before.tensors and name in step.after.tensors:
@@ -201,7 +203,7 @@ def _of_tensor(
         elif name in step.unread or name in step.gradients.tensors:
             if not together:
                 start = weight = step.before.elements[name].double()
-                moved, noise = torch.zeros_like(weight), 0.0
+                moved, kept, draws = torch.zeros_like(weight), 1.0, [torch.zeros_like(weight)] * len(DRAWS)
             together.append(step)
             if step.unread:
                 if name not in step.first_moment.tensors or name not in step.after.tensors:
@@ -213,7 +215,10 @@ def _of_tensor(
                 gradient = step.factor * step.gradients.elements[name].double()
             weight = optimizer.step({name: weight}, {name: gradient}, step.lr)[name]
             moved = moved + sizes.size(gradient, name, step.lr)
-            noise += NOISE_FACTOR * optimizer.noise(name, step.lr) if isinstance(optimizer, Muon) else 0.0
+            if isinstance(optimizer, Muon):
+                kept *= optimizer.kept(step.lr)
+                if not scenario.tier.is_exact:
+                    draws = [a + b for a, b in zip(draws, optimizer.half_errors(name, step.lr), strict=True)]
         if together and name in step.after.tensors:
             first, rounding, after = together[0], scenario.tier.master.rounding, step.after.elements[name].double()
             over = f" over steps {first.step} and {step.step}" if step is not first else ""
@@ -222,8 +227,16 @@ def _of_tensor(
                 error = optimizer.error_of_second(name, step.second_moment.elements[name].double())
                 errors[f"exp_avg_sq of {name}"] = error, UPDATE_ROUNDINGS * rounding
             unit = start.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved
+            noise = NOISE_FACTOR * max(draw.abs().max() for draw in draws)
             error = ((after - weight).abs() - noise).clamp(min=0) / unit.clamp(min=torch.finfo(torch.float64).tiny)
             errors[name] = error, REBUILT_ROUNDINGS * len(together) * rounding
+            update = weight - kept * start
+            is_half = isinstance(optimizer, Muon) and not scenario.tier.is_exact
+            if is_half and update.norm() > EXACT * start.norm():
+                rounded = REBUILT_ROUNDINGS * len(together) * rounding * start.norm().item()
+                for kind, (off, bound) in errors_of_muon(after - weight, update, draws, rounded=rounded).items():
+                    whose = f"{kind}{OF_MUON}{name}{over}{AGAINST_REBUILT}"
+                    yield Measurement(stage=at.stage, tensor=whose, step=at.step, error=finite(off), fixed=bound)
             # The second moment tells whether the first one is right. Without it, weights do.
             error, bound = next(iter(errors.values()))
             if step.unread and error.max() <= bound:
@@ -242,6 +255,35 @@ def _of_tensor(
                     fixed=bound,
                 )
             together = []
+
+
+def errors_of_muon(
+    error: torch.Tensor, update: torch.Tensor, draws: Sequence[torch.Tensor], *, rounded: float
+) -> dict[str, tuple[float, float]]:
+    """Returns three errors of an update by Muon in half precision, relative to ``update`` of float64, and their bounds.
+
+    Rounding fills the directions that a gradient of low rank does not have, so that single elements say little. It
+    hardly moves the scale <x, update> / <update, update>, nor the size of what is within the directions of the update.
+    ``draws``: errors that rounding makes of the same update; the largest is the noise. rounded: the norm of the
+    rounding of the weights.
+    """
+
+    def errors(of: torch.Tensor) -> dict[str, float]:
+        inside, whole = (update.mT @ one @ update.mT for one in (of, update))
+        return {
+            "scale": ((of * update).sum() / update.square().sum()).abs().item(),
+            "directions": (inside.norm() / whole.norm()).item(),
+            "size": (of.norm() / update.norm()).item(),
+        }
+
+    noise = [errors(draw) for draw in draws]
+    bounds = {kind: NOISE_FACTOR * max(LEAST_OF_MUON, *(one[kind] for one in noise)) for kind in noise[0]}
+    return {kind: (off, bounds[kind] + rounded / update.norm().item()) for kind, off in errors(error).items()}
+
+
+def muon_within_noise(found: Iterable[Measurement]) -> bool:
+    """Tells whether the scale of some update by Muon is within its noise, so that no update at all would conform."""
+    return any(m.tensor.startswith(f"scale{OF_MUON}") and (m.fixed or 0.0) >= 0.5 for m in found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from conformance.judge.direction import within_noise
 from conformance.judge.layout_evidence import configurations, sizes_of, unproven
 from conformance.judge.measurements import measure, shown_without_rows
 from conformance.judge.provenance import code_of, is_routing, not_judged_of, read_records, second_class_of
-from conformance.judge.rebuilt import rebuilt_losses, rebuilt_updates
+from conformance.judge.rebuilt import muon_within_noise, rebuilt_losses, rebuilt_updates
 from conformance.judge.rounding import (
     amplified_noise,
     leeway_of_rows,
@@ -217,6 +217,8 @@ def judge(
         listed.append(f"which experts are chosen, which backends are told in {precision}")
     if coarse:
         listed.append("anything but gross faults, because float8 amplifies rounding below the exact tier")
+    if muon_within_noise(found):
+        listed.append("update of matrices by Muon")
     if not verdict.findings:
         listed += within_noise(quantities, precision)
     notes += [f"not proven: {', '.join(listed)}"] if listed else []

@@ -119,6 +119,7 @@ SMALLEST = 1e-7  # norm that a matrix is divided by
 # A step multiplies a singular value near 0 by the first coefficient, and so errors in directions that a gradient of few
 # tokens does not have.
 GAIN = COEFFICIENTS[0] ** ITERATIONS
+DRAWS = (1.0, 1.25, 1.5)  # factors by which other numbers are rounded
 
 
 def orthogonalized(matrix: torch.Tensor, *, half: bool) -> torch.Tensor:
@@ -162,10 +163,13 @@ class Muon:
         updated = {}
         for name in gradients:
             direction = self._directions[name]
-            decayed = weights[name] * (1 - lr * self._config.weight_decay)
             rate = lr * self._factor(direction.shape)
-            updated[name] = decayed - rate * orthogonalized(direction, half=self._half)
+            updated[name] = self.kept(lr) * weights[name] - rate * orthogonalized(direction, half=self._half)
         return updated
+
+    def kept(self, lr: float) -> float:
+        """Returns the share of a weight that decay leaves."""
+        return 1 - lr * self._config.weight_decay
 
     def _add(self, gradients: Weights) -> None:
         """Adds gradients to the momentum."""
@@ -188,13 +192,12 @@ class Muon:
         self._add({name: gradient})
         return torch.full_like(gradient, lr * self._factor(gradient.shape) * GAIN)
 
-    def noise(self, name: str, lr: float) -> float:
-        """Returns by how much rounding to bfloat16 moves an element of the last update at most; 0 without rounding."""
-        if not self._half:
-            return 0.0
+    def half_errors(self, name: str, lr: float) -> list[torch.Tensor]:
+        """Returns by how much rounding to bfloat16 moves the last update, as libraries do: in draws that differ in the
+        size of the momentum, on which nothing else depends."""
         direction = self._directions[name]
-        moved = orthogonalized(direction, half=True) - orthogonalized(direction, half=False)
-        return lr * self._factor(direction.shape) * moved.abs().max().item()
+        rate, exact = lr * self._factor(direction.shape), orthogonalized(direction, half=False)
+        return [rate * (exact - orthogonalized(size * direction, half=True)) for size in DRAWS]
 
     def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
         """Returns the gradient after whose step a parameter's momentum is ``moment``."""

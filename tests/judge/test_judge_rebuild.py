@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, evidence
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from conformance.judge.provenance import _check_phase
-from conformance.judge.rebuilt import MOMENT_ROUNDINGS, _reported
+from conformance.judge.rebuilt import MOMENT_ROUNDINGS, REBUILT_ROUNDINGS, _reported, errors_of_muon
+from conformance.judge.tolerance import ROUNDING
 from conformance.judge.verdict import judge
-from conformance.oracle.optimizer import clip_factor, make_optimizer
+from conformance.oracle.optimizer import COEFFICIENTS, ITERATIONS, SMALLEST, Muon, clip_factor, make_optimizer
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record, RecordWriter, read_record
 from conformance.results.verdict import Quantity, Verdict
 from conformance.spec.observables import AGAINST_REBUILT
 from conformance.spec.precision import PRECISIONS, PrecisionName
-from conformance.spec.scenario import parse_scenario, scenario_to_json
+from conformance.spec.scenario import OptimizerConfig, parse_scenario, scenario_to_json
 from conformance.worker import phase
 
 MANY = 56_370_688  # torch's norm of so many numbers is 1.3e-14 off, measured
@@ -278,3 +280,51 @@ def test_each_step_is_drawn_and_none_is_known_before(monkeypatch: pytest.MonkeyP
         found.add(decisions.index(True))
     assert found == {0, 1, 2}
     assert not phase.Drawn(0).is_now()
+
+
+SHAPES = [(64, 64, 8), (64, 64, 1), (128, 64, 64), (64, 64, 64), (64, 256, 2), (16, 8, 8)]
+MATRIX = "model.layers.0.mlp.up_proj.weight"
+LR = 5e-4
+
+
+def orthogonalized_in_half(matrix: torch.Tensor) -> torch.Tensor:
+    return _zeropower_via_newtonschulz(matrix, COEFFICIENTS, ITERATIONS, SMALLEST)
+
+
+@pytest.mark.parametrize(("height", "width", "rank"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("update", "is_honest"),
+    [
+        (orthogonalized_in_half, True),
+        (lambda matrix: 0 * matrix, False),
+        (lambda matrix: 0.5 * orthogonalized_in_half(matrix), False),
+        (lambda matrix: 1.5 * orthogonalized_in_half(matrix), False),
+        (torch.sign, False),  # the first update of AdamW
+        (lambda matrix: matrix / matrix.norm() * min(matrix.shape) ** 0.5, False),
+        (lambda matrix: orthogonalized_in_half(matrix).flip(0), False),
+    ],
+    ids=["honest", "none", "half", "larger", "adamw", "not orthogonal", "other rows"],
+)
+def test_muon_below_the_exact_tier_is_judged_by_scale_and_directions(
+    height: int,
+    width: int,
+    rank: int,
+    dtype: torch.dtype,
+    update: Callable[[torch.Tensor], torch.Tensor],
+    is_honest: bool,
+) -> None:
+    """The gradient is rounded to ``dtype``, which makes its rank full in bf16; weights are float32."""
+    config = OptimizerConfig(name="muon", lr=LR, momentum=0.95, nesterov=True, adjust_lr="original")
+    draw = torch.Generator().manual_seed(height + rank)
+    gradient = torch.randn(height, rank, generator=draw) @ torch.randn(rank, width, generator=draw)
+    gradient, weight = gradient.to(dtype).float(), 0.05 * torch.randn(height, width, generator=draw)
+    optimizer = make_optimizer(config, MATRIX, 2)
+    assert isinstance(optimizer, Muon)
+    rebuilt = optimizer.step({MATRIX: weight.double()}, {MATRIX: gradient.double()}, LR)[MATRIX]
+    rate, draws = LR * max(1.0, height / width) ** 0.5, optimizer.half_errors(MATRIX, LR)
+    error = (weight - rate * update(gradient).float()).double() - rebuilt
+    rounded = REBUILT_ROUNDINGS * ROUNDING * weight.norm().item()
+    found = errors_of_muon(error, rebuilt - weight.double(), draws, rounded=rounded)
+    assert all(off <= bound for off, bound in found.values()) == is_honest, found
+    assert found["scale"][1] < 0.5
