@@ -93,7 +93,8 @@ class OptimizerConfig:
     Muon (https://kellerjordan.github.io/posts/muon/) orthogonalizes the momentum of the matrices of a model's layers,
     with ``nesterov`` the momentum after one more step; AdamW updates all other parameters, with the same ``lr`` and
     ``weight_decay``. ``adjust_lr``: the factor of the update of a matrix (A, B), by torch's names: ``original`` is
-    sqrt(max(1, A / B)), ``match_rms_adamw`` is 0.2 sqrt(max(A, B)) (arXiv 2502.16982, equation 4).
+    sqrt(max(1, A / B)), ``match_rms_adamw`` is 0.2 sqrt(max(A, B)) (arXiv 2502.16982, equation 4). Both are None under
+    other optimizers, and without defaults under Muon, as ``momentum`` is.
     ``frozen``: shell patterns of Hugging Face parameter names that are not trained, in every model of the objective.
     """
 
@@ -105,14 +106,21 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e12)] | None = None
     frozen: tuple[str, ...] = ()
-    nesterov: Flag = True
-    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    nesterov: Flag | None = None
+    adjust_lr: Literal["original", "match_rms_adamw"] | None = None
 
     def __post_init__(self) -> None:
         if self.name == "sgd" and self.weight_decay:
             raise ValueError("sgd has no weight decay here; use weight_decay=0, or adamw")
         if self.name == "adamw" and self.momentum:
             raise ValueError("adamw has betas instead of a momentum; use momentum=0, or sgd")
+        if self.name != "muon" and (self.nesterov is not None or self.adjust_lr is not None):
+            raise ValueError(f"nesterov and adjust_lr are settings of muon, not of {self.name}; leave them out")
+        if self.name == "muon" and (not self.momentum or self.nesterov is None or self.adjust_lr is None):
+            raise ValueError(
+                "muon needs momentum, nesterov and adjust_lr; torch's defaults are momentum=0.95, nesterov=true and "
+                "adjust_lr='original'"
+            )
 
     def orthogonalizes(self, name: str, dims: int) -> bool:
         """Tells whether Muon updates a parameter; AdamW updates embeddings, heads, vectors and stacked experts."""
