@@ -156,7 +156,9 @@ class InProcessAdapter:
         if kind not in tuple(getattr(self._adapter, "objectives", ("sft",))):
             return Unsupported(f"{self._adapter.describe().name} does not train the objective {kind!r}")
         if (optimizer := scenario.optimizer.name) not in tuple(getattr(self._adapter, "optimizers", ("sgd", "adamw"))):
-            return Unsupported(f"{self._adapter.describe().name} does not train with {optimizer}; use adamw, or sgd")
+            why = dict(getattr(self._adapter, "lacking_optimizers", {})).get(optimizer, "")
+            name, reason = self._adapter.describe().name, f" ({why})" if why else ""
+            return Unsupported(f"{name} does not train with {optimizer}{reason}; use adamw, or sgd")
         return self._answer("supports", scenario, layout)
 
     def supports_checkpoint(self, scenario: Scenario, before: Layout, after: Layout) -> Support:

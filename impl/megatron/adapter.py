@@ -246,6 +246,9 @@ class MegatronBackend(ReferenceBackend):
     # TransformerEngine may initialise CUDA when it is imported; a process that forks must not.
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
+    lacking_optimizers: ClassVar = {
+        "muon": "megatron-core's needs the package emerging_optimizers, which this backend does not drive"
+    }
     conventions: ClassVar = (RouterLossByMicroBatch(), RouterLossSoFar())
     seams: ClassVar[dict[str, str]] = {
         **SHARED_SEAMS,
@@ -320,10 +323,11 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported("Megatron's distributed optimizer is ZeRO-1; use zero1, or zero0 to leave it out")
         if layout.zero == 1 and scenario.optimizer.name != "adamw":
             return Unsupported("Megatron's distributed optimizer supports AdamW only; use zero0, or an AdamW scenario")
-        if "dropout" in layout.options and (scenario.objective.disable_dropout or "te" in layout.options):
-            return Unsupported(
-                "policy gradients run models without dropout, and dropout is not built in for te; leave dropout out"
-            )
+        if "dropout" in layout.options and scenario.objective.disable_dropout:
+            kind = scenario.objective.kind
+            return Unsupported(f"the objective {kind} runs models without dropout; leave dropout out")
+        if "dropout" in layout.options and "te" in layout.options:
+            return Unsupported("dropout is not built in for te; leave te or dropout out")
         if "te" in layout.options and isinstance(lacking := _engine_support(scenario, layout, shape), Unsupported):
             return lacking
         if "varlen" in layout.options and layout.vpp > 1:

@@ -91,7 +91,7 @@ def dropout_support(scenario: Scenario, layout: Layout) -> Support:
     if "dropout" not in layout.options:
         return Supported()
     if scenario.objective.disable_dropout:
-        return Unsupported(f"{scenario.objective.kind} runs models without dropout; leave dropout out")
+        return Unsupported(f"the objective {scenario.objective.kind} runs models without dropout; leave dropout out")
     if layout.sp * layout.ulysses > 1:
         return Unsupported("the kernels of sp and of Ulysses have no dropout; use sp1, or leave dropout out")
     if "compile" in layout.options:

@@ -268,3 +268,9 @@ def test_frozen_parameters_are_refused_where_they_would_be_rounded(session: Sess
     verdict = session.run(cell_of("deepspeed", "sft-frozen", "llama", "dp2.zero1", "bf16")).verdict
     assert verdict.state == "unsupported"
     assert "has no float32 master" in verdict.reason
+
+
+def test_muon_is_refused_with_the_reason(session: Session) -> None:
+    verdict = session.run(cell_of("deepspeed", "sft-muon", "llama", "dp2", "exact")).verdict
+    assert verdict.state == "unsupported"
+    assert "the norm and the clipping are those of the update" in verdict.reason
