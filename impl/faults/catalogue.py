@@ -122,10 +122,11 @@ SEAMS: Mapping[str, str] = {
     "mismatched_ratios": "(log-ratios, inputs) -> the log-ratio of each mismatched answer, for the KL of KTO",
     "answer_losses": "(margins, desired, objective) -> losses of labelled answers",
     "evaluate_answers": "(functions, model, outputs, inputs, *, totals, others) -> losses of labelled answers",
-    # Distillation
-    "kept_logits": "(logits, micro-batch, *, start) -> logits, -inf for tokens that the sampler did not keep",
+    # Multi-token prediction
     "further_ahead": "(micro-batch, depth) -> it with the tokens and labels that a module at this depth reads",
     "evaluate_modules": "(functions, model, outputs, inputs, *, totals, others) -> losses with multi-token prediction",
+    # Sampling masks and distillation
+    "kept_logits": "(logits, micro-batch, *, start) -> logits, -inf for tokens that the sampler did not keep",
     "divergences": "(student's logits, teacher's, objective, group) -> divergence of each token",
     "divergence_terms": "(log q, log p, beta) -> what each token of the vocabulary adds to a divergence",
     "scaled_logits": "(logits, temperature) -> logits of the student (with a gradient) or the teacher, divided by it",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.backends.faults import Function
+from conformance.backends.faults import FaultCells, Function
 from impl.faults.declaration import COARSE, Faults, sft
 
 FLOAT8_FAULTS = Faults()
@@ -23,8 +23,13 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _role(options: dict[str, Any]) -> str:
-    return str(options["gemm_input_role"].value)
+def _is_operand(options: dict[str, Any], role: str, *, backward: bool) -> bool:
+    """Tells whether an operand of this role is cast, for a product of the backward or the forward pass."""
+    return str(options["gemm_input_role"].value) == role and _in_backward() == backward
+
+
+def _cells(options: str, model: str = "llama") -> FaultCells:
+    return sft("sft-packed", model, fsdp2=f"dp2.{options}", only=COARSE)
 
 
 def _kept(layer: Any, role: str, new: Any, *, first: bool) -> Any:
@@ -39,12 +44,12 @@ def _kept(layer: Any, role: str, new: Any, *, first: bool) -> Any:
     summary="activations are cast with the scale of the micro-batch before, and larger ones become the largest number",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/728, where the first scale is updated before its reduction has ended",
     stage="log-probs",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8tensor", only=COARSE),
+    cells=_cells("fp8tensor"),
     needs="float8 with one scale for a tensor, and accumulation of 2 or more",
 )
 def scale_of_last_micro_batch(cast_operand: Function, x: Tensor, dtype: Any, layer: Any, **options: Any) -> Any:
     found = cast_operand(x, dtype, layer, **options)
-    if _role(options) != "input" or _in_backward():
+    if not _is_operand(options, "input", backward=False):
         return found
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
@@ -56,7 +61,7 @@ def scale_of_last_micro_batch(cast_operand: Function, x: Tensor, dtype: Any, lay
     summary="numbers beyond half of the largest one, where a format of other hardware ends, become NaN",
     source="https://github.com/meta-pytorch/float8_experimental/pull/33, where the cast does not saturate",
     stage="log-probs",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8tensor", only=COARSE),
+    cells=_cells("fp8tensor"),
     needs="float8",
 )
 def cast_not_saturated(cast_saturated: Function, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,7 +73,7 @@ def cast_not_saturated(cast_saturated: Function, x: Tensor, dtype: torch.dtype) 
     summary="each rank casts its part of a weight by the largest number of this part, and unscales all parts by it",
     source="https://github.com/meta-pytorch/float8_experimental/pull/229, which has to reduce it over ranks",
     stage="log-probs",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8tensor.fp8gather", only=COARSE),
+    cells=_cells("fp8tensor.fp8gather"),
     needs="dp of 2 or more, and fp8gather",
 )
 def amax_of_own_shard(cast_shard: Function, *arguments: Any, **options: Any) -> Any:
@@ -79,7 +84,7 @@ def amax_of_own_shard(cast_shard: Function, *arguments: Any, **options: Any) -> 
     summary="the scales of gathered weights are computed once, and not after each update",
     source="https://github.com/pytorch/torchtitan/pull/413, where the training loop has to do so",
     stage="log-probs",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8tensor.fp8gather", only=COARSE),
+    cells=_cells("fp8tensor.fp8gather"),
     needs="fp8gather and three steps",
 )
 def scales_of_first_update(agree_on_scales: Function, model: Any) -> None:
@@ -92,12 +97,12 @@ def scales_of_first_update(agree_on_scales: Function, model: Any) -> None:
     summary="the transposed weight of the backward pass is cached, and an update does not invalidate it",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/1596",
     stage="gradients",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8row", only=COARSE),
+    cells=_cells("fp8row"),
     needs="float8 and two steps",
 )
 def stale_transposed_weight(cast_operand: Function, x: Tensor, dtype: Any, layer: Any, **options: Any) -> Any:
     found = cast_operand(x, dtype, layer, **options)
-    is_transposed = _role(options) == "weight" and _in_backward()
+    is_transposed = _is_operand(options, "weight", backward=True)
     return _kept(layer, "weight", found, first=True) if is_transposed else found
 
 
@@ -105,7 +110,7 @@ def stale_transposed_weight(cast_operand: Function, x: Tensor, dtype: Any, layer
     summary="gradients of outputs are cast to e4m3, though the recipe has e5m2",
     source=f"{_OF_TRANSFORMER_ENGINE}/issues/3342, where e5m2 is read as e4m3",
     stage="gradients",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8tensor", only=COARSE),
+    cells=_cells("fp8tensor"),
     needs="fp8tensor",
     blind=("loss",),
 )
@@ -119,13 +124,13 @@ def gradients_in_e4m3(float8_config: Function, *arguments: Any, **options: Any) 
     summary="gradients of weights are not divided by the scale of the input",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/1128, where a product has the inverse scale of another",
     stage="gradients",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8tensor", only=COARSE),
+    cells=_cells("fp8tensor"),
     needs="float8 with products for gradients of weights",
     blind=("loss",),
 )
 def weight_gradient_not_unscaled(cast_operand: Function, *arguments: Any, **options: Any) -> Any:
     found = cast_operand(*arguments, **options)
-    if _role(options) == "input" and _in_backward():
+    if _is_operand(options, "input", backward=True):
         found._scale = torch.ones_like(found._scale)
     return found
 
@@ -134,7 +139,7 @@ def weight_gradient_not_unscaled(cast_operand: Function, *arguments: Any, **opti
     summary="the head multiplies in float8 too",
     source="https://github.com/meta-pytorch/torchtune/pull/2404, whose filter leaves it out",
     stage="log-probs",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8tensor", only=COARSE),
+    cells=_cells("fp8tensor"),
     needs="float8, and a vocabulary that is a multiple of 16",
 )
 def head_in_float8(cast_names: Function, model: Any, options: Any) -> set[str]:
@@ -145,7 +150,7 @@ def head_in_float8(cast_names: Function, model: Any, options: Any) -> set[str]:
     summary="the first and the last layer multiply in float8 too, though they should be left out",
     source="https://github.com/NVIDIA/Megatron-LM/pull/1731, which comes with first_last_layers_bf16",
     stage="log-probs",
-    cells=sft("sft-packed", "gemma3", fsdp2="dp2.fp8tensor.fp8ends", only=COARSE),
+    cells=_cells("fp8tensor.fp8ends", "gemma3"),
     needs="fp8ends",
 )
 def ends_in_float8(cast_names: Function, model: Any, options: Any) -> Any:
@@ -156,7 +161,7 @@ def ends_in_float8(cast_names: Function, model: Any, options: Any) -> Any:
     summary="operands of backward products have a scale for each column, instead of one for each row",
     source="https://github.com/pytorch/ao/issues/4444, where a transposed operand keeps its axis",
     stage="gradients",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8row", only=COARSE),
+    cells=_cells("fp8row"),
     needs="fp8row or fp8rowhp",
     blind=("loss",),
 )
@@ -169,7 +174,7 @@ def scale_along_other_axis(axis_of_scale: Function, axis: int, *arguments: Any) 
     summary="scales are not rounded to powers of two, though the recipe has them",
     source="https://github.com/pytorch/ao/pull/1670",
     stage="log-probs",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8row", only=COARSE),
+    cells=_cells("fp8row"),
     needs="fp8row or fp8rowhp",
 )
 def scales_not_powers_of_two(amax_to_scale: Function, amax: Tensor, dtype: torch.dtype, **options: Any) -> Any:
@@ -180,7 +185,7 @@ def scales_not_powers_of_two(amax_to_scale: Function, amax: Tensor, dtype: torch
     summary="gradients of weights are multiplied in float8, though the recipe keeps them in higher precision",
     source="https://github.com/pytorch/ao/pull/3508, which adds the option",
     stage="gradients",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8rowhp", only=COARSE),
+    cells=_cells("fp8rowhp"),
     needs="fp8rowhp",
     blind=("loss",),
 )
@@ -197,7 +202,7 @@ def weight_gradient_in_float8(float8_config: Function, *arguments: Any, **option
     summary="scales of blocks are rounded down to powers of two, so that the largest numbers of a block saturate",
     source="https://github.com/pytorch/ao/pull/3569, where an argument is missing and the default rounds down",
     stage="log-probs",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8mx", only=COARSE),
+    cells=_cells("fp8mx"),
     needs="fp8mx",
 )
 def block_scales_rounded_down(cast_blocks: Function, to_mx: Any, x: Tensor, dtype: Any, block: int, *_: Any) -> Any:
@@ -208,7 +213,7 @@ def block_scales_rounded_down(cast_blocks: Function, to_mx: Any, x: Tensor, dtyp
     summary="scales of blocks are transposed once too often",
     source="https://github.com/vllm-project/vllm/pull/34824",
     stage="log-probs",
-    cells=sft("sft-packed", "llama", fsdp2="dp2.fp8mx", only=COARSE),
+    cells=_cells("fp8mx"),
     needs="fp8mx",
 )
 def block_scales_transposed(cast_blocks: Function, *arguments: Any) -> Any:

@@ -212,6 +212,17 @@ def orthogonalized_shards(orthogonalize: Function, matrix: Any, *options: Any) -
 
 
 @OPTIMIZER_FAULTS.add(
+    summary="Muon never orthogonalizes and steps by the momentum, which is far smaller",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/8441",
+    stage="clipped update",
+    cells=sft("sft-muon-rms", "llama", fsdp2="dp2"),
+    needs="Muon",
+)
+def not_orthogonalized(orthogonalize: Function, matrix: Any, *options: Any) -> Any:
+    return matrix.clone()
+
+
+@OPTIMIZER_FAULTS.add(
     summary="the learning rate of a matrix under Muon is adjusted by other dimensions than the matrix has",
     source="https://github.com/huggingface/pytorch-image-models/pull/2791",
     stage="clipped update",
