@@ -70,7 +70,7 @@ def test_a_mismatched_answer_is_that_of_the_next_sample() -> None:
 
 @pytest.mark.parametrize(
     ("prompts", "mismatched"),
-    [("AABB", "3311"), ("ABAB", "2341"), ("ABBA", "2442"), ("AAB", "331")],  # numbers of answers, from 1
+    [("AABB", "3311"), ("ABAB", "2341"), ("ABBA", "2442"), ("AABA", "3343")],  # numbers of answers, from 1
 )
 def test_a_mismatched_answer_is_to_another_prompt(prompts: str, mismatched: str, tmp_path: Path) -> None:
     records = [
