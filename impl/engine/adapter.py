@@ -90,7 +90,6 @@ RL_SEAMS = {
     "step_losses": "impl.objectives.preferences:step_losses",
     "answer_losses": "impl.objectives.preferences:answer_losses",
     "evaluate_answers": "impl.objectives.preferences:KtoFunctions.evaluate",
-    "evaluate_modules": "impl.objectives.policy_gradient:MultiTokenFunctions.evaluate",
     "divergences": "impl.models.outputs:divergences",
     "divergence_terms": "impl.models.divergence:divergence_terms",
     "scaled_logits": "impl.models.divergence:scaled",
@@ -125,6 +124,7 @@ HUGGING_FACE_SEAMS = {
 }
 # Patch points of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
+    "kept_logits_of_shard": "impl.models.outputs:kept_logits",
     "through_softmax": "impl.models.outputs:through_softmax_",
     "through_label": "impl.models.outputs:through_label_",
     "sum_over_shards": "impl.models.divergence:sum_over_shards",

@@ -127,6 +127,7 @@ SEAMS: Mapping[str, str] = {
     "evaluate_modules": "(functions, model, outputs, inputs, *, totals, others) -> losses with multi-token prediction",
     # Sampling masks and distillation
     "kept_logits": "(logits, micro-batch, *, start) -> logits, -inf for tokens that the sampler did not keep",
+    "kept_logits_of_shard": "the same, of a backend that can leave logits sharded along the vocabulary",
     "divergences": "(student's logits, teacher's, objective, group) -> divergence of each token",
     "divergence_terms": "(log q, log p, beta) -> what each token of the vocabulary adds to a divergence",
     "scaled_logits": "(logits, temperature) -> logits of the student (with a gradient) or the teacher, divided by it",

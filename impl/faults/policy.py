@@ -384,7 +384,7 @@ def mask_of_trainer(kept_logits: Function, logits: Tensor, inputs: Any, *, start
     cells=rl("top-p", only=FULL, fsdp2="tp2.losspar", megatron="tp2"),
     needs="vocabulary shards, and rollouts sampled by top-k or top-p",
 )
-def mask_of_vocabulary_shard(kept_logits: Function, logits: Tensor, inputs: Any, *, start: int) -> Tensor:
+def mask_of_vocabulary_shard(kept_logits_of_shard: Function, logits: Tensor, inputs: Any, *, start: int) -> Tensor:
     return _likeliest(logits, inputs, start)
 
 

@@ -255,6 +255,7 @@ class MegatronBackend(ReferenceBackend):
         **seams_of_model("impl.megatron.model:MegatronModel", "advance_schedule", "reduce_gradients"),
         "write_model": "impl.megatron.model:write_model",
         **VOCABULARY_SEAMS,
+        "evaluate_modules": "impl.objectives.policy_gradient:MultiTokenFunctions.evaluate",
         "outputs_of": "impl.megatron.model:outputs_of",
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.config:clip_threshold",
