@@ -1,5 +1,6 @@
 """Mixtures of experts on the backends: routing, the loss that balances experts, replay, and expert parallelism."""
 
+import importlib.metadata
 from dataclasses import replace
 
 import pytest
@@ -255,7 +256,8 @@ def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: st
 def test_experts_that_tp_cuts_need_a_torch_whose_fsdp2_takes_them(
     version: str, layout: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+    installed = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda one: version if one == "torch" else installed(one))
     cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", layout, "exact")
     answer = cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported) != is_supported
