@@ -1,4 +1,4 @@
-"""Computes the losses of SFT and of multi-token prediction, and maps each kind of objective to its functions.
+"""Computes the losses of SFT, DFT and multi-token prediction, and maps each kind of objective to its functions.
 
 They are written from the papers, independently of impl/objectives.
 """
@@ -24,6 +24,7 @@ from conformance.oracle.preferences import FUNCTIONS as PREFERENCES
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective, known_kinds
+from conformance.spec.observables import terms_of
 from conformance.spec.supervised import MultiToken as MultiTokenObjective
 from conformance.spec.supervised import mtp_count, mtp_logprob
 
@@ -46,6 +47,20 @@ class Sft:
         loss = -logprobs.sum() / totals["token_count"]
         weight = cast(float, document.columns.get("weight", 1.0))
         return Term(loss=weight * loss, values={"loss": loss.item()}, rows={"logprob": logprobs})
+
+
+class Dft(Sft):
+    """Computes -p log p of target tokens, with a constant p, over the step's targets (arXiv 2508.05629, equation 9)."""
+
+    def term(
+        self, model: str, output: Tensor, document: Document, *, totals: Totals, earlier: Earlier, stable: torch.dtype
+    ) -> Term:
+        logprobs = target_logprobs(output, document, stable=stable)
+        with torch.no_grad():
+            probabilities = logprobs.exp()
+        losses = -probabilities * logprobs / totals["token_count"]
+        loss = losses.sum()
+        return Term(loss=loss, values={"loss": loss.item()}, rows={"logprob": logprobs, terms_of("loss"): losses})
 
 
 class MultiToken:
@@ -94,6 +109,7 @@ def rollout_functions_of(objective: Objective, variant: Variant = HONEST) -> Rol
 
 FUNCTIONS: dict[str, Callable[[Any], OracleFunctions]] = {
     "sft": Sft,
+    "dft": Dft,
     "grpo": GrpoFunctions,
     "ppo": PpoFunctions,
     **PREFERENCES,

@@ -19,6 +19,7 @@ from conformance.spec.observables import (
     Reads,
     Role,
     rows,
+    terms_of,
 )
 
 Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
@@ -94,6 +95,29 @@ class Sft:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Dft:
+    """Configures dynamic fine-tuning (Wu et al., arXiv 2508.05629, equation 9) without options, as in TRL.
+
+    The loss of a target token is -sg(p) log p, where no gradient passes through sg(p), the token's probability. The
+    loss is the mean over all target tokens of the optimizer step, over all ranks and micro-batches.
+
+    kind: the name of the objective.
+    """
+
+    kind: Literal["dft"] = "dft"
+
+    reads: ClassVar[Reads] = "samples"
+    disable_dropout: ClassVar[bool] = False
+    roles: ClassVar[tuple[Role, ...]] = (POLICY,)
+
+    def observables(self) -> tuple[Observable, ...]:
+        return (LOGPROBS, TOKEN_COUNT, replace(LOSS, sum_of=terms_of("loss")))
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return batches
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class MultiToken:
     """Configures supervised fine-tuning with multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
@@ -156,4 +180,4 @@ def _weighted(batch: Batch, weight: float) -> Batch:
     return replace(batch, rows=tuple(rows))
 
 
-SUPERVISED = {"sft": Sft, "distillation": Distillation, "mtp": MultiToken}
+SUPERVISED = {"sft": Sft, "dft": Dft, "distillation": Distillation, "mtp": MultiToken}

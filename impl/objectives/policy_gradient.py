@@ -1,4 +1,4 @@
-"""Computes the columns of a rollout and the losses of micro-batches, for GRPO, PPO, SFT, MTP and distillation.
+"""Computes the columns of a rollout and the losses of micro-batches, for GRPO, PPO, SFT, DFT, MTP and distillation.
 
 FUNCTIONS has the functions of every objective.
 
@@ -299,6 +299,24 @@ class SftFunctions(Functions):
         return Evaluation(loss=minimised, values=values, rows={"logprob": outputs.logprobs})
 
 
+class DftFunctions(Functions):
+    """Computes the loss of conformance.spec.supervised.Dft: the mean of -sg(p) log p over the step's target tokens."""
+
+    def evaluate(
+        self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
+    ) -> Evaluation:
+        assert outputs.logprobs is not None
+        assert outputs.targets is not None
+        loss = weighted_losses(outputs.logprobs).sum() / totals["token_count"]
+        values = {"loss": loss, "token_count": outputs.targets.sum()}
+        return Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
+
+
+def weighted_losses(logprobs: Tensor) -> Tensor:
+    """Returns -log p of each token times p, which has no gradient; any shape."""
+    return -logprobs.detach().exp() * logprobs
+
+
 @dataclass(frozen=True)
 class MultiTokenFunctions(Functions):
     """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.supervised.MultiToken."""
@@ -360,6 +378,7 @@ class DistillationFunctions(Functions):
 
 FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
     "sft": SftFunctions,
+    "dft": DftFunctions,
     "grpo": PolicyGradientFunctions,
     "ppo": PolicyGradientFunctions,
     **PREFERENCES,
