@@ -90,6 +90,7 @@ RL_SEAMS = {
     "step_losses": "impl.objectives.preferences:step_losses",
     "answer_losses": "impl.objectives.preferences:answer_losses",
     "evaluate_answers": "impl.objectives.preferences:KtoFunctions.evaluate",
+    "weighted_losses": "impl.objectives.policy_gradient:weighted_losses",
     "divergences": "impl.models.outputs:divergences",
     "divergence_terms": "impl.models.divergence:divergence_terms",
     "scaled_logits": "impl.models.divergence:scaled",

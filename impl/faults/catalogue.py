@@ -6,7 +6,7 @@ from itertools import chain
 from conformance.backends.faults import Fault
 from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.float8 import FLOAT8_FAULTS
-from impl.faults.losses import DISTILLATION_FAULTS, MTP_FAULTS, PREFERENCE_FAULTS
+from impl.faults.losses import DFT_FAULTS, DISTILLATION_FAULTS, MTP_FAULTS, PREFERENCE_FAULTS
 from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS
 from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
@@ -122,7 +122,8 @@ SEAMS: Mapping[str, str] = {
     "mismatched_ratios": "(log-ratios, inputs) -> the log-ratio of each mismatched answer, for the KL of KTO",
     "answer_losses": "(margins, desired, objective) -> losses of labelled answers",
     "evaluate_answers": "(functions, model, outputs, inputs, *, totals, others) -> losses of labelled answers",
-    # Multi-token prediction
+    # Dynamic fine-tuning and multi-token prediction
+    "weighted_losses": "(logprobs) -> losses of tokens, weighted by their probabilities",
     "further_ahead": "(micro-batch, depth) -> it with the tokens and labels that a module at this depth reads",
     "evaluate_modules": "(functions, model, outputs, inputs, *, totals, others) -> losses with multi-token prediction",
     # Sampling masks and distillation
@@ -174,6 +175,7 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "Tensor and pipeline parallelism": MODEL_PARALLEL_FAULTS,
     "Rollouts, GRPO and PPO": RL_FAULTS,
     "Preferences, reward models and KTO": PREFERENCE_FAULTS,
+    "Dynamic fine-tuning": DFT_FAULTS,
     "Multi-token prediction": MTP_FAULTS,
     "Distillation": DISTILLATION_FAULTS,
     "Resuming from a checkpoint, a training state or an export": RESUME_FAULTS,

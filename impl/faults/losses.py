@@ -1,4 +1,4 @@
-"""Plants faults in the losses of preferences, reward models, KTO, multi-token prediction and distillation."""
+"""Plants faults in the losses of preferences, reward models, KTO, DFT, multi-token prediction and distillation."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,12 @@ from impl.faults.declaration import RL_LAYOUTS, Faults, distilled
 from impl.interface.micro_batches import NO_TARGET
 from impl.objectives.preferences import answer_sums, log_ratios
 
-PREFERENCE_FAULTS, MTP_FAULTS, DISTILLATION_FAULTS = Faults(), Faults(), Faults()
+PREFERENCE_FAULTS, DFT_FAULTS, MTP_FAULTS, DISTILLATION_FAULTS = Faults(), Faults(), Faults(), Faults()
 MICRO_BATCHES = 3  # of a rank in a step of the scenario dpo
 
 
 def pairs(scenario: str = "dpo") -> FaultCells:
-    """Cells of preferences, reward models or KTO."""
+    """Cells of preferences, reward models, KTO or DFT."""
     return FaultCells(scenario=scenario, model="llama", layouts=RL_LAYOUTS)
 
 
@@ -269,6 +269,18 @@ def weights_swapped(answer_losses: Function, margins: Tensor, desired: Tensor, o
     weights = objective.undesirable_weight, objective.desirable_weight
     swapped = replace(objective, desirable_weight=weights[0], undesirable_weight=weights[1])
     return answer_losses(margins, desired, swapped)
+
+
+@DFT_FAULTS.add(
+    summary="the probability that weights a token has a gradient, too, so unlikely tokens become less likely",
+    source="https://github.com/modelscope/twinkle/pull/291",
+    stage="gradients",
+    cells=pairs("dft"),
+    blind=("loss",),
+    needs="dynamic fine-tuning",
+)
+def weight_with_gradient(weighted_losses: Function, logprobs: Tensor) -> Tensor:
+    return -logprobs.exp() * logprobs
 
 
 _MTP = "arXiv 2412.19437, equation "

@@ -1,20 +1,26 @@
-"""A third opinion on distillation: divergences and gradients of the oracle and of impl agree with those of TRL and verl
-on random logits, in float64."""
+"""A third opinion on distillation and dynamic fine-tuning: losses and gradients of the oracle and of impl agree with
+those of TRL and verl on random logits, in float64."""
 
 import random
+from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from rl_libraries import NoFloat32, float64_by_default, taken_out
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from conformance.oracle.distillation import DistillationFunctions as Oracle
+from conformance.oracle.objectives import functions_of as oracle_of
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.supervised import Distillation
-from impl.interface.micro_batches import collate
+from conformance.spec.supervised import Dft, Distillation
+from impl.interface.micro_batches import Outputs, collate
 from impl.models.outputs import divergence_of
+from impl.objectives.policy_gradient import functions_of as impl_of
 
 VOCABULARY = 11
 
@@ -106,3 +112,89 @@ def test_renormalised_top_k_by_hand() -> None:
         ids = teacher[targets].topk(2).indices
         log_q, log_p = ((z[targets] / 2).gather(1, ids).log_softmax(-1) for z in (student, teacher))
         agree(objective, 1, functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True), student, own)
+
+
+def dft_of_oracle(documents: list[Document], logits: list[Tensor]) -> Tensor:
+    functions = oracle_of(Dft())
+    totals = functions.totals(Batch(0, 100, (Row(0, tuple(documents)),)))
+    terms = [
+        functions.term("policy", one, document, totals=totals, earlier={}, stable=torch.float64).loss
+        for document, one in zip(documents, logits, strict=True)
+    ]
+    return torch.stack([term for term in terms if term is not None]).sum()
+
+
+def dft_of_impl(documents: list[Document], logits: list[Tensor]) -> Tensor:
+    """In two micro-batches of one row with two packed documents."""
+    functions: Any = impl_of(Dft())
+    rows = [Row(n, tuple(documents[2 * n : 2 * n + 2])) for n in range(2)]
+    totals = {key: torch.tensor(number) for key, number in functions.totals(rows).items()}
+    losses = []
+    for row in rows:
+        inputs = collate([row])
+        distributions = torch.cat(logits[2 * row.index : 2 * row.index + 2]).log_softmax(-1)
+        found = distributions.gather(1, inputs.labels[0, :, None].clamp(min=0)).T.where(inputs.targets, 0)
+        outputs = Outputs(logprobs=found, targets=inputs.targets.double())
+        losses.append(functions.evaluate("policy", outputs, inputs, totals=totals, others={}).loss)
+    return torch.stack(losses).sum()
+
+
+def padded(documents: list[Document]) -> Tensor:
+    """The labels of documents as TRL has them, (documents, length): -100 for a token that is not a target."""
+    labels = [torch.tensor(d.tokens).where(torch.tensor(d.targets), -100) for d in documents]
+    return pad_sequence(labels, batch_first=True, padding_value=-100)
+
+
+def dft_of_trl_function(documents: list[Document], logits: list[Tensor], count: Tensor | None) -> Tensor:
+    """TRL 1.9.2: a function of logits and labels."""
+    softmax = taken_out("trl==1.9.2", "trl/trainer/utils.py", "selective_log_softmax", F=functional)
+    known = {"nn": torch.nn, "selective_log_softmax": softmax}
+    function = taken_out("trl==1.9.2", "trl/trainer/sft_trainer.py", "dft_loss", **known)
+    outputs = SimpleNamespace(logits=pad_sequence(logits, batch_first=True))
+    loss: Tensor = function(outputs, padded(documents), num_items_in_batch=count)
+    return loss
+
+
+def dft_of_trl_method(documents: list[Document], logits: list[Tensor], count: Tensor | None) -> Tensor:
+    """TRL 1.16.0: a method that gets the log-probs of targets, zero elsewhere, from its model."""
+    labels = padded(documents)[:, 1:]
+    distributions = pad_sequence(logits, batch_first=True)[:, :-1].log_softmax(-1)
+    logprobs = distributions.gather(2, labels[..., None].clamp(min=0))[..., 0].where(labels != -100, 0)
+    nothing = torch.zeros_like(labels)
+    outputs = SimpleNamespace(log_probs=logprobs, label_mask=labels != -100, entropy=nothing, is_top1=nothing)
+    self = SimpleNamespace(
+        **{"model": SimpleNamespace(training=True), "compute_loss_func": None, "label_smoother": None},
+        **{"aux_loss_enabled": False, "_tp_size": 1, "_total_train_tokens": 0},
+        _metrics={"train": defaultdict(list)},
+        args=SimpleNamespace(loss_type="dft", average_tokens_across_devices=True),
+        accelerator=SimpleNamespace(parallelism_config=None, num_processes=1, gather_for_metrics=lambda x: x),
+        get_tp_size=lambda: 1,
+    )
+    known = {"Version": Version, "accelerate": SimpleNamespace(__version__="1.12.0")}
+    method = taken_out("trl", "trl/trainer/sft_trainer.py", "SFTTrainer.compute_loss", **known)
+    inputs = {"attention_mask": torch.ones_like(labels)}
+    loss: Tensor = method(self, lambda **_: outputs, inputs, num_items_in_batch=count)
+    return loss
+
+
+@pytest.mark.parametrize("trl", [dft_of_trl_function, dft_of_trl_method])
+@pytest.mark.parametrize("counted", [True, False])
+def test_dynamic_fine_tuning_of_trl(trl: Any, *, counted: bool) -> None:
+    """Counted: in micro-batches that get the number of targets of the whole step. Otherwise the step is one of them."""
+    for seed in range(5):
+        documents, generator = documents_of(seed), torch.Generator().manual_seed(seed)
+        together = torch.randn(
+            sum(len(d.tokens) for d in documents), VOCABULARY, dtype=torch.float64, generator=generator
+        ).requires_grad_()
+        logits = list(together.split([len(d.tokens) for d in documents]))
+        if counted:
+            count = torch.tensor(sum(sum(d.targets) for d in documents))
+            parts = [trl(documents[at : at + 2], logits[at : at + 2], count) for at in (0, 2)]
+            theirs = torch.stack(parts).sum()
+        else:
+            theirs = trl(documents, logits, None)
+        for ours in (dft_of_oracle, dft_of_impl):
+            own = ours(documents, logits)
+            assert own.item() == pytest.approx(theirs.item(), rel=1e-12), (ours.__name__, seed)
+            gradients = [torch.autograd.grad(loss, together, retain_graph=True)[0] for loss in (own, theirs)]
+            torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-13)
