@@ -42,9 +42,6 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
         return ""
     if find_spec("torchao") is None:
         return f"{recipe} needs torchao, which is not installed; run: pip install 'backend-parity[fp8]'"
-    found = package_version("torchao")
-    if recipe == "fp8mx" and not found.startswith("0.18."):
-        return f"torchao {found} is installed, and fp8mx is built on a prototype of 0.18; pip install 'torchao==0.18.*'"
     config = model_config(scenario)
     quirks = quirks_of(config.get("model_type"))
     if scenario.objective.kind != "sft" or scenario.lora:
@@ -63,6 +60,9 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
         return f"transformers' own plan does not cut layers in float8; add the layout option 'plan' beside {recipe}"
     if "fp8ends" in layout.options and config.get("num_hidden_layers", 0) < 3:
         return "fp8ends leaves the first and the last layer out, and the model has no other; leave it out"
+    found = package_version("torchao")
+    if recipe == "fp8mx" and not found.startswith("0.18."):
+        return f"torchao {found} is installed, and fp8mx is built on a prototype of 0.18; pip install 'torchao==0.18.*'"
     return ""
 
 
