@@ -80,7 +80,10 @@ def test_records_of_the_oracle_are_believed_only_with_the_defects_that_they_name
     for number, defects in enumerate(((), (RoundedMasters(precision="bf16"),), DEFECT * 2)):
         verdict = verdict_of(tmp_path / str(number), with_defect, KNOWN, defects=defects)
         assert verdict.state == "infrastructure"
-        assert "should be the oracle's record with [{'kind': 'divided-gradients', 'by': 2}]" in verdict.reason
+        assert (
+            "should be the oracle's record with [{'kind': 'divided-gradients', 'by': 2, 'loss': False}]"
+            in verdict.reason
+        )
     write(tmp_path / "honest" / "cell", with_defect)
     write(tmp_path / "honest" / "oracle" / "float64", with_defect, oracle="float64", defects=DEFECT)
     phases = [tmp_path / "honest" / "cell"]

@@ -132,7 +132,9 @@ def test_what_a_backend_lacks_for_a_family_is_unsupported_with_advice(
 
 @pytest.mark.parametrize(("layout", "supported"), [("tp2", False), ("tp2.plan", True), ("dp2", True)])
 def test_older_plans_cut_no_uneven_vocabulary(monkeypatch: pytest.MonkeyPatch, layout: str, supported: bool) -> None:
-    monkeypatch.setattr("impl.fsdp2.adapter.is_older", lambda package, *version: package == "transformers")
+    monkeypatch.setattr(
+        "impl.fsdp2.adapter.is_older", lambda package, *version: package == "transformers" and version > (5, 17)
+    )
     cell = cell_of("fsdp2", "sft-packed", "llama3-odd", layout, "exact")
     answer = cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported) != supported
