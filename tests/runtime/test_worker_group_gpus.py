@@ -80,6 +80,7 @@ def test_ranks_on_one_gpu_speak_over_nccl(tmp_path: Path, size: int) -> None:
         }
 
 
+@pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize(
     ("task", "kwargs", "kind", "said"),
     [
@@ -91,15 +92,17 @@ def test_ranks_on_one_gpu_speak_over_nccl(tmp_path: Path, size: int) -> None:
     ],
 )
 def test_the_rank_that_broke_is_named_and_the_next_task_runs(
-    pool: Pool, tmp_path: Path, task: str, kwargs: dict[str, Any], kind: str, said: str
+    tmp_path: Path, task: str, kwargs: dict[str, Any], kind: str, said: str, size: int
 ) -> None:
-    """Its peer waits in a collective of NCCL, which says nothing of a peer that is gone."""
-    before = [ranks["rank"] for ranks in results(run(pool, "pids", tmp_path))]
-    outcome = run(pool, task, tmp_path, budget_s=10, rank=1, **kwargs)
-    assert (outcome.state, outcome.kind, outcome.rank) == ("failed", kind, 1), outcome.reason
-    assert said in outcome.reason
-    assert all(is_gone(pid) for pid in before)
-    results(run(pool, "exchange", tmp_path))
+    """Its peers wait in a collective of NCCL, which says nothing of a peer that is gone."""
+    gpus = gpus_of_host()[:2]
+    with pool_on(shares_of(gpus, size // len(gpus)), tmp_path) as pool:
+        before = [ranks["rank"] for ranks in results(run(pool, "pids", tmp_path, size=size))]
+        outcome = run(pool, task, tmp_path, size=size, budget_s=10, rank=1, **kwargs)
+        assert (outcome.state, outcome.kind, outcome.rank) == ("failed", kind, 1), outcome.reason
+        assert said in outcome.reason
+        assert all(is_gone(pid) for pid in before)
+        results(run(pool, "exchange", tmp_path, size=size))
 
 
 def test_a_cuda_error_that_stays_ends_its_own_worker_group_only(pool: Pool, tmp_path: Path) -> None:
