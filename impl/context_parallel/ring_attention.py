@@ -317,8 +317,11 @@ def _attend(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return ring(q, k, v, scale=scale, window=window, sinks=s_aux), None
+    # Under autocast, queries and keys leave the rotary embedding in float32, and values are in half precision. Kernels
+    # take one dtype, and their own products must not be cast.
+    q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
+    with torch.autocast(q.device.type, enabled=False):
+        return ring(q, k, v, scale=scale, window=window, sinks=s_aux), None
 
 
 def register() -> None:

@@ -10,6 +10,7 @@ from cells import exhaustive, ranks_of
 from conftest import make_cell
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.core.host import resolve
 from conformance.data.documents import build_batches
@@ -18,7 +19,7 @@ from conformance.oracle.attention import packed_attention
 from conformance.runtime import Device, Pool
 from conformance.spec.batch import Column, Document, Row
 from impl.context_parallel import reference_kernel
-from impl.context_parallel.ring_attention import Ring
+from impl.context_parallel.ring_attention import NAME, Ring, register
 from impl.context_parallel.sequence_sharding import SplitMode, place, restore, shard_inputs
 from impl.interface.micro_batches import NO_TARGET, MicroBatch, collate
 
@@ -127,6 +128,24 @@ def test_kernels_get_heads_of_a_size_that_they_take(of_keys: int, of_values: int
 
     q, k, v = (torch.ones(1, 3, 2, size) for size in (of_keys, of_keys, of_values))
     assert torch.equal(Seen()(q, k, v, scale=1.0, window=(-1, -1)), v)
+
+
+def test_kernels_get_one_dtype_and_no_autocast() -> None:
+    """Autocast leaves queries and keys in float32, because rotary embeddings are, and casts products of kernels."""
+    seen = set()
+
+    class Seen(Ring):
+        def __init__(self) -> None: ...
+
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+            seen.update({q.dtype, k.dtype, v.dtype, torch.is_autocast_enabled("cpu")})
+            return v
+
+    register()
+    query, key = (torch.ones(1, 2, 4, 8) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        ALL_ATTENTION_FUNCTIONS[NAME](torch.nn.Module(), query, key, key.bfloat16(), None, ring=Seen())
+    assert seen == {torch.bfloat16, False}
 
 
 def test_the_plain_kernel_has_flash_attentions_conventions() -> None:
