@@ -36,7 +36,7 @@ class About:
 
     form: ``native``, in the backend's own files, or ``state``, which every backend reads. step: finished optimizer
     steps. models: for each trained model, the shapes of the tensors in its folder. optimizer: its kind. data: position
-    in the data, if the training counts documents. settings: the scenario's optimizer and schedule of such a training.
+    in the data, if the training counts documents. settings: what may not change in such a training.
     """
 
     form: Form

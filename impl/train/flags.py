@@ -26,6 +26,7 @@ from impl.train.rewards import ARITHMETIC, REWARDS, reward_name
 
 COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",
+    "dft": "dynamic fine-tuning: the same, the loss of a token weighted by its probability",
     "grpo": "group-relative policy optimisation: rollouts of the policy, rewards, updates",
     "ppo": "proximal policy optimisation with a critic: rollouts of the policy, rewards, updates",
     "dpo": "direct preference optimisation on chosen and rejected answers; --loss-type has its relatives, such as ORPO",
@@ -40,7 +41,7 @@ _POLICIES = tuple(command for command in COMMANDS if command not in REWARDED)
 _EVALUATED = ("sft", *ROLLOUT)
 DOCUMENTS = tuple(command for command in COMMANDS if command not in ROLLOUT)  # read what they train on from --dataset
 EMBEDDED = {  # data without --dataset
-    **dict.fromkeys(("sft", "distillation"), "data/word_problems.jsonl"),
+    **dict.fromkeys(("sft", "dft", "distillation"), "data/word_problems.jsonl"),
     **dict.fromkeys(ROLLOUT, ARITHMETIC),
     **dict.fromkeys(("dpo", "reward"), "data/preferences.jsonl"),
     "kto": "data/labelled_answers.jsonl",

@@ -67,7 +67,8 @@ FOREIGN = {
     "rpo_alpha": "sft_coef",
     "simpo_gamma": "target_margin, gamma / beta",
     "center_rewards_coefficient": "center_coef",
-    "lmbda": ", distillation reads its texts from --dataset",
+    "lmbda": ", in TRL's distillation it is the share of texts that the student samples, and here all are those of "
+    "--dataset (the lambda of PPO's advantages is --lambd)",
     **dict.fromkeys(("num_iterations", "num_ppo_epochs"), "ppo_epochs"),
     **dict.fromkeys(("epsilon", "cliprange", "clip_ratio"), "eps_clip"),
     "loss_type": "loss_mode",

@@ -27,7 +27,6 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.spec.batch import Batch
 from conformance.spec.observables import POLICY, Head
 from conformance.spec.precision import PRECISIONS, PrecisionName
-from conformance.spec.scenario import Scenario
 from conformance.worker.rank_state import seed_generators
 from impl.checkpoints import native
 from impl.checkpoints.folder import LATEST, TrainingFolder, checkpoint_name
@@ -189,7 +188,7 @@ def found_checkpoint(config: TrainConfig) -> tuple[Path, int] | None:
         folder = TrainingFolder(root=root).latest()
         about = read_manifest(folder).about
         if about.settings is not None:
-            check_same_settings(config.scenario, about.settings, step=about.step, source=folder)
+            check_same_settings(config, about.settings, step=about.step, source=folder)
         if config.rollout is not None and about.data is not None:
             check_resumes(config.scenario, config.rollout, step=about.step, position=about.data)
         return folder, about.step
@@ -208,13 +207,15 @@ class Checkpoints:
     """Writes and loads the checkpoints of one training in ``folder``, if any. All methods are collective."""
 
     backend: ReferenceBackend
-    scenario: Scenario
+    config: TrainConfig
     folder: TrainingFolder | None
 
     def save(self, position: DataPosition) -> None:
         """Writes a checkpoint of the current state; the data before ``position`` has been trained on."""
         assert self.folder
-        about = replace(self.backend.about("native"), data=position, settings=settings_of(self.scenario))
+        about = replace(
+            self.backend.about("native"), data=position, settings=settings_of(self.config.scenario, self.config.models)
+        )
         with self.folder.writing(about) as draft:
             native.write(draft, self.backend.context, self.backend.trained)
 
@@ -274,7 +275,7 @@ def train(config: TrainConfig) -> None:
         adapter = adapter_folder(config, resumes=checkpoint is not None)
         backend = set_up(config, folders, device, adapter)
         source = source_of(config, backend, inputs, device)
-        checkpoints = Checkpoints(backend, scenario, training_folder(output))
+        checkpoints = Checkpoints(backend, config, training_folder(output))
         if checkpoint:
             source.position = checkpoints.load(checkpoint[0], source.position)
         training = Training(

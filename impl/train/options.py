@@ -55,9 +55,13 @@ def train_config(
     models = {role.name: model for role in scenario.objective.roles}
     if command == "ppo":
         models["critic"] = _model(options.critic_pretrain or options.pretrain, options, dry_run=dry_run)
+        _check_vocabulary(
+            models["critic"], "--critic-pretrain", policy=model, why="the critic reads the policy's tokens"
+        )
     if command == "distillation":
         models["teacher"] = _model(options.teacher_pretrain, options, dry_run=dry_run)
-        _check_teacher(models["teacher"], student=model)
+        why = "distillation compares the probabilities of the same tokens"
+        _check_vocabulary(models["teacher"], "--teacher-pretrain", policy=model, why=why)
     return TrainConfig(
         backend=backend,
         layout=layout,
@@ -84,15 +88,15 @@ def _model(folder: str, options: TrainOptions, *, dry_run: bool) -> Path:
     return model
 
 
-def _check_teacher(teacher: Path, *, student: Path) -> None:
-    """Raises UsageError if the configurations of teacher and student have vocabularies of different sizes."""
-    configs = [read_json(folder / "config.json") for folder in (teacher, student)]
+def _check_vocabulary(other: Path, option: str, *, policy: Path, why: str) -> None:
+    """Raises UsageError if the configurations of both models have vocabularies of different sizes."""
+    configs = [read_json(folder / "config.json") for folder in (other, policy)]
     theirs, own = (config.get("text_config", config).get("vocab_size") for config in configs)
     if theirs != own and None not in (theirs, own):
         raise UsageError(
-            f"--teacher-pretrain {teacher} has vocab_size {theirs} in its config.json and --pretrain {student} has "
-            f"{own}, but distillation compares the probabilities of the same tokens; give a teacher with a vocabulary "
-            f"of {own}, or if one is only padded, resize its embeddings (resize_token_embeddings of transformers)"
+            f"{option} {other} has vocab_size {theirs} in its config.json and --pretrain {policy} has {own}, but {why}"
+            f"; give a model with a vocabulary of {own}, or if one is only padded, resize its embeddings "
+            f"(resize_token_embeddings of transformers)"
         )
 
 

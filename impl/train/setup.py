@@ -9,6 +9,9 @@ written. Backends load every model from a folder, so all begin with the same wei
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import sha256
+from io import SEEK_END
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -45,6 +48,8 @@ from impl.train.experience import RolloutSource, check_rollout, sample_responses
 from impl.train.generation import Sampling, make_engine
 from impl.train.plan import parameter_shapes
 from impl.train.rewards import FunctionReward, Reward, reward_of
+
+ENDS = 2**20  # bytes of a weight file: its header, with names and shapes, and numbers
 
 
 def is_value_model(folder: Path) -> bool:
@@ -236,31 +241,64 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"{config.backend} does not support {layout} in {scenario.precision}: {supported.reason}")
 
 
-def settings_of(scenario: Scenario) -> dict[str, dict[str, Any]]:
-    """Returns what the state of the optimizer and the position in the schedule depend on, as JSON values."""
+def settings_of(scenario: Scenario, models: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Returns what may not change when a training resumes, as JSON values: optimizer, schedule, objective, and by role
+    the contents of the folders of ``models`` that are not trained."""
     values = scenario_to_json(scenario)
-    return {part: {k: v for k, v in values[part].items() if k != "max_grad_norm"} for part in ("optimizer", "schedule")}
+    parts = {
+        part: {k: v for k, v in values[part].items() if k != "max_grad_norm"} for part in ("optimizer", "schedule")
+    }
+    frozen = {r.name: _contents(models[r.name]) for r in scenario.objective.roles if not r.trained and r.name in models}
+    return {**parts, "objective": values["objective"], "models": frozen}
 
 
-def check_same_settings(scenario: Scenario, before: dict[str, dict[str, Any]], *, step: int, source: Path) -> None:
-    """Raises UsageError if a training of ``step`` updates cannot go on with this optimizer and schedule.
+@cache
+def _contents(folder: Path) -> str:
+    """Returns a digest of the sizes and of both ends of a model's weight files, because whole files are slow to read.
+
+    It does not tell models apart whose embeddings and last tensors are the same.
+    """
+    found = sha256()
+    for file in weight_files(folder):
+        with file.open("rb") as opened:
+            found.update(opened.read(ENDS))
+            size = opened.seek(0, SEEK_END)
+            opened.seek(max(0, size - ENDS))
+            found.update(opened.read() + size.to_bytes(8, "big"))
+    return found.hexdigest()
+
+
+def check_same_settings(
+    config: TrainConfig, before: Mapping[str, Mapping[str, Any]], *, step: int, source: Path
+) -> None:
+    """Raises UsageError if a training of ``step`` updates cannot go on as configured.
 
     Backends load the optimizer's settings with its state. Another schedule is fine if it goes on with the same rates.
+    Checkpoints of earlier versions do not tell their objective.
     """
-    now, old = settings_of(scenario), ScheduleConfig(**before["schedule"])
+    scenario = config.scenario
+    now, old = settings_of(scenario, config.models), ScheduleConfig(**before["schedule"])
     if all(old.factor(at) == scenario.schedule.factor(at) for at in range(step, scenario.steps)):
-        now = now | {"schedule": before["schedule"]}
-    if changes := [
+        now = now | {"schedule": dict(before["schedule"])}
+    changes = [
         f"{part}.{name} {shown(before[part].get(name))}, now {shown(value)}"
         for part, values in now.items()
         for name, value in values.items()
-        if before[part].get(name) != value
-    ]:
+        if part in before and part != "models" and before[part].get(name) != value
+    ]
+    if changes:
         raise UsageError(
-            f"{source} was trained with {', '.join(changes)}; the learning rate would jump or the option would have no "
-            f"effect, so resume with the same options and number of steps, or begin a new training with the saved "
-            f"model as --pretrain (only --lr-scheduler constant can be lengthened, after its warm-up)"
+            f"{source} was trained with {', '.join(changes)}; the learning rate would jump, the loss would be another, "
+            f"or the option would have no effect, so resume with the same options and number of steps, or begin a new "
+            f"training with the saved model as --pretrain (only --lr-scheduler constant can be lengthened, after its "
+            f"warm-up)"
         )
+    for name, contents in now["models"].items():
+        if "models" in before and before["models"].get(name) != contents:
+            raise UsageError(
+                f"{source} was trained with another {name} than the model in {config.models[name]}, by its weight "
+                f"files; resume with the same folder, or begin a new training with the saved model as --pretrain"
+            )
 
 
 def check_save_path(config: TrainConfig) -> None:

@@ -73,6 +73,7 @@ def test_a_training_has_the_same_numbers_on_other_ranks(trainings: Trainings, tm
 
 
 OTHER = {
+    "dft": "deepspeed",
     "dpo": "deepspeed",
     "kto": "megatron",
     "reward": "deepspeed",
@@ -81,7 +82,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dpo", *map(slow, ("kto", "reward", "prm", "distillation"))])
+@pytest.mark.parametrize("kind", ["dpo", *map(slow, ("dft", "kto", "reward", "prm", "distillation"))])
 @pytest.mark.parametrize("packed", [False, exhaustive(True)])
 def test_objectives_on_documents_have_the_same_numbers_on_other_backends(
     trainings: Trainings, tmp_path: Path, kind: str, packed: bool

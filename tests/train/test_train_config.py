@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_cell
 from safetensors.torch import load_file
 from train_runs import training
 
@@ -20,7 +20,7 @@ from conformance.spec.batch import Batch, Document, Row
 from impl.interface.distributed import FileFailure
 from impl.models.loading import load_model
 from impl.train import worker
-from impl.train.config import from_json, to_json
+from impl.train.config import TrainConfig, from_json, to_json
 from impl.train.loop import ModelSize, Speed, Stop, crosses, model_size, peak_of
 from impl.train.setup import check_same_settings, check_save_path, is_value_model, settings_of, write_critic
 
@@ -181,19 +181,46 @@ def test_exit_code_of_a_rank_tells_a_failure_from_wrong_usage(
         ("constant", 3e-3, ""),
     ],
 )
-def test_only_a_schedule_of_the_same_rates_is_lengthened(schedule: str, lr: float, words: str) -> None:
+def test_only_a_schedule_of_the_same_rates_is_lengthened(tmp_path: Path, schedule: str, lr: float, words: str) -> None:
     before, now = (
-        make_cell(
-            "sft-sgd",
-            "llama",
-            "dp1",
-            "exact",
+        training(
+            tmp_path,
+            "sft",
             steps=steps,
             schedule={"name": schedule, "total_steps": steps, "warmup_steps": 1},
             optimizer={"name": "adamw", "lr": rate},
-        ).scenario
+        )
         for steps, rate in ((2, 3e-3), (3, lr))
     )
-    refused = pytest.raises(UsageError, match=words) if words else contextlib.nullcontext()
-    with refused:
-        check_same_settings(now, settings_of(before), step=2, source=Path("checkpoints"))
+    with refused(words):
+        resume(before, now)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        (("sft", {}), ("dft", {}), "objective.kind 'sft', now 'dft'"),
+        (("dpo", {"beta": 0.1}), ("dpo", {"beta": 0.5}), "objective.beta 0.1, now 0.5; .* the loss would be another"),
+        (("dpo", {}), ("dpo", {}), ""),
+    ],
+)
+def test_a_training_does_not_resume_with_another_objective(tmp_path: Path, before: Any, now: Any, words: str) -> None:
+    with refused(words):
+        resume(*(training(tmp_path, kind, objective=fields) for kind, fields in (before, now)))
+
+
+@pytest.mark.parametrize(("kind", "role"), [("dpo", "reference"), ("distillation", "teacher")])
+def test_a_training_does_not_resume_with_another_frozen_model(tmp_path: Path, kind: str, role: str) -> None:
+    before, copied = training(tmp_path, kind), tmp_path / "moved"
+    shutil.copytree(before.models[role], copied)
+    resume(before, replace(before, models={**before.models, role: copied}))
+    with refused(f"trained with another {role} than the model in .*pangu"):
+        resume(before, replace(before, models={**before.models, role: FIXTURES / "models" / "pangu"}))
+
+
+def resume(before: TrainConfig, now: TrainConfig) -> None:
+    check_same_settings(now, settings_of(before.scenario, before.models), step=2, source=Path("checkpoints"))
+
+
+def refused(words: str) -> contextlib.AbstractContextManager[object]:
+    return pytest.raises(UsageError, match=words) if words else contextlib.nullcontext()

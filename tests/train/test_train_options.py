@@ -389,9 +389,10 @@ def test_foreign_names_lead_to_existing_options() -> None:
         assert not {*FLAGS[name].commands} & {*FLAGS[FOREIGN[name]].commands}
 
 
-@pytest.mark.parametrize("command", ["dpo", "kto", "reward", "prm", "distillation"])
+@pytest.mark.parametrize("command", ["dft", "dpo", "kto", "reward", "prm", "distillation"])
 def test_objectives_on_documents_take_their_options(command: str) -> None:
     said = {
+        "dft": "--lora-rank 2",
         "dpo": "--loss-type odds_ratio --reference-free --length-normalised --sft-coef 1.0 --lora-rank 2",
         "kto": "--beta 0.3 --undesirable-weight 1.5",
         "reward": "--center-coef 0.01",
@@ -403,6 +404,7 @@ def test_objectives_on_documents_take_their_options(command: str) -> None:
     objective, pairs = config.scenario.objective, command in ("dpo", "kto", "reward")
     assert objective.kind == command
     expected: dict[str, dict[str, Any]] = {
+        "dft": {},
         "dpo": {"loss_type": "odds_ratio", "reference_free": True, "length_normalised": True, "sft_coef": 1.0},
         "kto": {"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.5},
         "reward": {"center_coef": 0.01},
@@ -434,14 +436,14 @@ def test_wrong_objectives_on_documents_are_refused(command: str, said: str, advi
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_a_teacher_of_another_vocabulary_is_refused(dry_run: bool, tmp_path: Path) -> None:
-    teacher = tmp_path / "teacher"
-    shutil.copytree(FIXTURES / "models" / "llama", teacher)
-    config = json.loads((teacher / "config.json").read_text())
-    (teacher / "config.json").write_text(json.dumps(config | {"vocab_size": 421}))
-    said = ("--teacher-pretrain", str(teacher))
-    with pytest.raises(UsageError, match=r"teacher has vocab_size 421 .*/pangu has 400, .*; give a teacher"):
-        config_of("distillation", "fsdp2", *TINY, *said, dry_run=dry_run)
+@pytest.mark.parametrize(("command", "option"), [("distillation", "--teacher-pretrain"), ("ppo", "--critic-pretrain")])
+def test_a_model_of_another_vocabulary_is_refused(dry_run: bool, command: str, option: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(FIXTURES / "models" / "llama", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 421}))
+    with pytest.raises(UsageError, match=rf"{option} .*/other has vocab_size 421 .*/pangu has 400, .*; give a model"):
+        config_of(command, "fsdp2", *TINY, option, str(other), dry_run=dry_run)
 
 
 def test_ranges_of_objectives_are_explained(capsys: Any) -> None:
