@@ -8,7 +8,8 @@ The scale is measured for all gradients of a step, and over all steps for the gr
 in all layers; for all weights after a step, and for those of each module in all layers; and for the log-probs of all
 steps, where weights show that drift on one of several ranks. Its noise is that of the same scale in a single-process
 run. One run is one draw, so the noise is at least what independent errors of the tensors would give, and at least a
-part of the whole error (``Along.typical``).
+part of the whole error (``Along.typical``). An objective that weights each token with its probability scales all
+gradients by what rounding adds to the probabilities, so the noise is also at least that (``Directions.shift``).
 
 Of many numbers, the size of all errors together hardly depends on the draw either: in half precision, honest gradients
 and log-probs of all steps are 0.8 to 1.2 times as far from float64 as a single process
@@ -118,11 +119,13 @@ class Along:
 @dataclass(kw_only=True)
 class Directions:
     """Collects the directions of gradients and weights over the steps of a run; of none in the exact tier, whose one
-    bound is far below any error of a scale."""
+    bound is far below any error of a scale. by_probability: the objective weights each token with its probability."""
 
     is_exact: bool
     is_half: bool = False
+    by_probability: bool = False
     part_of_gradients: float = PART_OF_GRADIENTS
+    shifts: dict[int, tuple[float, float]] = field(default_factory=dict)  # by step: sums of p * error, and of p
     pools: dict[tuple[str, str, int | None], Along] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
@@ -131,6 +134,8 @@ class Directions:
         if self.is_exact or (o.kind == "rows" and not (self.is_half and o.key.rpartition(".")[2] == ROWS)):
             return
         self.last[o.stage] = step
+        if self.by_probability and o.kind == "rows":
+            self._add_probabilities(step, own, reference)
         floor = floor_of_tensors(reference.tensors)
         pooled = step if o.change else None
         for name, tensor in reference.tensors.items():
@@ -152,10 +157,24 @@ class Directions:
                     found.zeros += int(((error == -ref) & (ref != 0)).sum())
                     found.nonzero += int((ref != 0).sum())
 
+    def _add_probabilities(self, step: int, own: TensorView, reference: TensorView) -> None:
+        moved = whole = 0.0
+        for name, ref in reference.tensors.items():
+            if name in own.tensors and own.tensors[name].shape == ref.shape:
+                probabilities = ref.double().exp()
+                moved += float(probabilities @ (own.tensors[name].double() - ref.double()))
+                whole += float(probabilities.sum())
+        self.shifts[step] = moved, whole
+
+    @property
+    def shift(self) -> float:
+        """Returns the largest relative error of the mean probability of a step, to first order in the log-probs."""
+        return max((finite(abs(moved) / (whole or 1.0)) for moved, whole in self.shifts.values()), default=0.0)
+
     def of_gradients(self, o: Observable, step: int) -> float:
         """Returns the least noise of the norm of all gradients of a step; 0 where they are not recorded."""
         found = (one for (_, tensor, at), one in self.pools.items() if (tensor, at) == (f"{o.norm_of}{SCALE}", step))
-        return next((one.typical_of_norm for one in found), 0.0)
+        return next((one.typical_of_norm + self.shift for one in found), 0.0)
 
     def measurements(self) -> Iterator[Measurement]:
         """Yields one measurement of each scale; those of all steps are at the last step."""
@@ -168,7 +187,7 @@ class Directions:
                 scalar=True,
                 scale=1 + found.along / (found.size or 1.0),
                 size=1.0,
-                typical=found.typical,
+                typical=max(found.typical, self.shift if tensor.startswith("gradient") else 0.0),
             )
             if tensor.endswith(ALL_STEPS):
                 key, at = tensor.partition(SCALE)[0], self.last[stage]

@@ -13,6 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from conformance.judge.token_evidence import (
+    NUMBERS,
+    gathered_for_tokens,
+    heads_at_a_time,
+    held_by_layout,
+    shows_tokens,
+)
 from conformance.records.record_format import number
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
@@ -24,7 +31,6 @@ FLOAT8_ERROR = 2.0**-7
 IN_BUCKETS = "gradients are reduced in small buckets"
 SLACK = 1.1  # of the largest share of a rank
 BLOCK = 128  # libraries pad rows to a multiple of this
-NUMBERS = 4  # of a token that ranks of one sequence gather: log-prob and entropy, once or twice
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
 _GATHERS = ("all_gather", "broadcast")
 _GATHERED_BYTES = ("all_gather of bytes",)  # as conformance.worker.evidence names it
@@ -99,6 +105,11 @@ class Step:
     def has_other_rows(self, group: Sequence[int]) -> bool:
         """Tells whether the ranks of a group gave different rows."""
         return len({tuple(self.ranks[rank]["rows"]) for rank in group if rank < len(self.ranks)}) > 1
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Tells whether ranks that share sequences showed which tokens they look up."""
+        return shows_tokens(self.ranks)
 
     @property
     def tokens(self) -> int:
@@ -256,6 +267,11 @@ def exchange_claims(
         sent = step.moved(("send",), anywhere, _any)
         yield at_least("pipeline stages send activations of all tokens to each other", sent, activations / layout.tp)
     keys = tokens * linear.keys / layout.tp / layout.pp
+    if step.shows_tokens:
+        yield held_by_layout(layout, step.ranks)
+    if layout.stride > 1 and (heads := heads_at_a_time(layout, step.ranks)):
+        claim = f"keys and values are gathered {layout.stride} heads at a time"
+        yield claim, heads == {layout.stride}, f"observed {', '.join(map(str, sorted(heads)))}"
     if layout.ulysses > 1:
         for text, where, least in (
             ("forward", in_forward, max(1, keys)),
@@ -284,7 +300,7 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
         of_data = partial(_is_of_data, layout, step)
         gathers_keys = layout.gathers or "torchcp" in layout.options  # over the same ranks, in the same pass
         if "overlap" not in layout.options and not gathers_keys and not hides_whole_weights(layout, step, due):
-            whole, most = step.moved(_GATHERS, in_forward, of_data), due + gathered_numbers(layout, step)
+            whole, most = _gathered_weights(layout, step), due + gathered_numbers(layout, step)
             yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, most)
         updated = step.moved(_GATHERS, _update, _of_size(shards))
         if not stage:
@@ -323,7 +339,7 @@ def _gathers_of_float8(
     most = SLACK * cast_part * (linear.float8 / cut + linear.beside * number_bytes)
     yield below("weights are gathered in float8, one byte each", gathered, most, "bytes")
     if not hides_whole_weights(layout, step, LEAST * trained):
-        numbers = step.moved(_GATHERS, in_forward, of_data)
+        numbers = _gathered_weights(layout, step)
         outside = linear.outside + (1 - cast_part) * (linear.float8 + linear.beside) + linear.hidden  # of the last norm
         most = SLACK * outside + gathered_numbers(layout, step)
         yield below("weights in float8 are not gathered as numbers", numbers, most)
@@ -357,8 +373,25 @@ def hides_whole_weights(layout: Layout, step: Step, due: float) -> bool:
 
 
 def gathered_numbers(layout: Layout, step: Step) -> int:
-    """Returns the most numbers of tokens that ranks of one sequence gather in the first forward pass."""
-    return NUMBERS * step.first_padded if layout.sp * layout.ulysses > 1 else 0
+    """Returns the most numbers of tokens that ranks of one sequence gather in the first forward pass, where they cannot
+    be told from weights."""
+    return NUMBERS * step.first_padded if layout.sp * layout.ulysses > 1 and not step.shows_tokens else 0
+
+
+def _gathered_weights(layout: Layout, step: Step) -> int:
+    """Returns the elements that data ranks gather in the first forward pass, without those that are numbers of tokens,
+    of the rank with the most."""
+    of_data = partial(_is_of_data, layout, step)
+    most: int = max(
+        sum(
+            elements
+            for kind, group, where, _, elements in rank.get("moved", ())
+            if kind in _GATHERS and in_forward(where) and of_data(group)
+        )
+        - gathered_for_tokens(layout, rank, of_data)
+        for rank in step.ranks
+    )
+    return most
 
 
 def _of_micro_batches(layout: Layout, step: Step, *, trained: float, accumulation: int) -> Claims:
@@ -414,8 +447,9 @@ def not_proven(
         yield option, option in options
     yield "manual", "manual" in options and layout.pp > 1
     yield "what dropout does with numbers that it drops", "dropout" in options
-    yield "order of the ring", bool(options & {"ring", "zigzag"})
-    yield "stride", layout.stride > 1
+    shares_sequences = layout.sp * layout.ulysses > 1
+    yield "which tokens each rank holds, and their order", shares_sequences and not step.shows_tokens
+    yield "stride", layout.stride > 1 and not heads_at_a_time(layout, step.ranks)
     products = [(rank.get("float8", 0), sum(count for _, count in rank.get("linear", ()))) for rank in step.ranks]
     emulated = any(by_kernel < max(1, LEAST * all_) for by_kernel, all_ in products)
     yield "a kernel for products in float8, which are emulated", layout.float8 is not None and emulated

@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +54,8 @@ COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operat
 _LINEAR = ("mm", "addmm", "linear", "_scaled_mm")  # the last one in float8
 _PART = 256  # rows and columns of a product in float8 that are multiplied again
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
+_LOOKUPS = ("embedding", "index")  # operators by which libraries look up the rows of an embedding
+_LOOKUPS_KEPT = 16  # of a rollout's forward passes too; the last ones are those that are trained
 _DROPS_ALONE = ("dropout", "attention")  # in the names of operators that draw a mask and apply it
 # Methods with which a caller, not the library, tells which micro-batches come before the last: module, class, method.
 BY_CALLER = (
@@ -82,12 +84,14 @@ class _Storage:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of at least two ranks. elements: of its input or output on this rank, whichever is larger."""
+    """A collective of at least two ranks. elements: of its input or output on this rank, whichever is larger. shape: of
+    the smallest tensor of both."""
 
     kind: str
     ranks: tuple[int, ...]
     dtype: torch.dtype
     elements: int
+    shape: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -108,6 +112,7 @@ class _Operator:
     draws: bool
     is_product: bool
     multiplies_factors: bool
+    looks_up: bool
 
 
 _OPERATORS: dict[int, _Operator] = {}
@@ -127,6 +132,7 @@ def _operator_of(func: Any) -> _Operator:
         draws=draws,
         is_product=name in _PRODUCTS,
         multiplies_factors=name.rstrip("_") == "mul",
+        looks_up=name in _LOOKUPS,
     )
     return found
 
@@ -145,7 +151,8 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
     if kind is None or tensor is None or len(ranks := _group_ranks(args)) < 2:
         return None
     elements = max(sum(t.numel() for t in _tensors([value])) for value in args)
-    return Collective(kind, ranks, tensor.dtype, elements)
+    smallest = min(_tensors(args), key=Tensor.numel)
+    return Collective(kind, ranks, tensor.dtype, elements, tuple(smallest.shape))
 
 
 class Watch(EagerMode):
@@ -176,6 +183,9 @@ class Watch(EagerMode):
     boundaries: number of calls of the methods in BY_CALLER.
     float8: number of products that a kernel made of operands in float8. float8_error: their largest distance from the
         product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
+    embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
+        lists of each row. gathered: number of all-gathers of floating-point numbers in the forward pass, by (ranks of
+        the group, shape of the input, elements). Both only if ``tokens``, as where ranks share sequences.
     drawn: number of masks of dropout by (``forward`` or ``recomputed``, digest of the activations that were dropped
         from or an empty text, digest of the random generator before it drew the mask).
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
@@ -184,8 +194,11 @@ class Watch(EagerMode):
         are not used so. Activations do not count: storages that were ever seen as a tensor of three or more dimensions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tokens: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.tokens = tokens
+        self.embedded: deque[tuple[int, list[list[int]]]] = deque(maxlen=_LOOKUPS_KEPT)
+        self.gathered: Counter[tuple[tuple[int, ...], tuple[int, ...], int]] = Counter()
         self.leaks: LeakWatch | None = None
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
         self.products: Counter[tuple[str, str]] = Counter()
@@ -372,6 +385,8 @@ class Watch(EagerMode):
             moved = self.moved.setdefault((kind, found.ranks, "update" if self._updating else where), [0, 0])
             moved[0] += 1
             moved[1] += found.elements
+            if self.tokens and found.kind == "all_gather" and where == "forward":
+                self.gathered[found.ranks, found.shape, found.elements] += 1
         if found.kind in REDUCTIONS and found.dtype.is_floating_point:
             # The input, which is summed, is at least as large as the output, so these are its elements.
             self.reduced[found.size] += found.elements
@@ -384,6 +399,8 @@ class Watch(EagerMode):
             for activations, mask in (factors, factors[::-1]):
                 if (state := self._masks.pop(mask.untyped_storage()._cdata, None)) is not None:
                     self._drop(activations, state)
+        if self.tokens and operator.looks_up and where == "forward":
+            self._lookup(args)
         if operator.is_product and not self._updating:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
@@ -400,6 +417,12 @@ class Watch(EagerMode):
             _, length, width = result.shape
             self.widths.add(width)
             self.lengths.add(length)
+
+    def _lookup(self, args: tuple[Any, ...]) -> None:
+        """Remembers the tokens (rows, length) or (length,) that are looked up in a matrix."""
+        weight, *at = _tensors(args)
+        if len(at) == 1 and weight.ndim == 2 and not at[0].is_floating_point() and at[0].dtype != torch.bool:
+            self.embedded.append((len(weight), at[0].reshape(-1, at[0].shape[-1]).tolist() if at[0].ndim else []))
 
     def _pass(self) -> str:
         task = _current_graph_task_id()
@@ -433,6 +456,8 @@ class Watch(EagerMode):
             "work": [[*entry] for entry in sorted(self.work.items())],
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
+            **({"embedded": [*self.embedded]} if self.embedded else {}),
+            **({"gathered": [[*key, count] for key, count in sorted(self.gathered.items())]} if self.gathered else {}),
             **({"drawn": [[*key, count] for key, count in sorted(self.drawn.items())]} if self.drawn else {}),
         }
 

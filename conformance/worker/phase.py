@@ -32,6 +32,7 @@ from conformance.oracle.role_model import is_routed
 from conformance.records.step_tensors import RecordWriter
 from conformance.runtime import RankContext, mark
 from conformance.spec.batch import Batch, read_batches
+from conformance.spec.layout import Layout
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import LOGPROBS, MOMENTS, POLICY, STATE_KINDS, Observable, Role, StateKind, model_key
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
@@ -66,7 +67,7 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
         begins = header(phase, adapter)
         begins["environment"] |= stack.enter_context(settings_of(scenario.precision, rank.device))
         above, routed = sketched_above(scenario.sketch, elements_of(models)), is_routed(next(iter(models.values())))
-        observer = _Observer(rank, scenario, begins, phase.record, phase.first_step, above=above, routed=routed)
+        observer = _Observer(rank, scenario, layout, begins, phase.record, phase.first_step, above=above, routed=routed)
         # A phase begins and ends with different states of the generators, so that a checkpoint that does not restore
         # them is detected.
         seed_generators(scenario.seed, rank.rank, phase.first_step)
@@ -204,6 +205,7 @@ class _Observer:
         self,
         rank: RankContext,
         scenario: Scenario,
+        layout: Layout,
         header: dict[str, Any],
         path: Path,
         first_step: int,
@@ -214,6 +216,8 @@ class _Observer:
         self.above = above  # matrices with more elements are sketched
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
         self.exact, self.seed = scenario.tier.is_exact, scenario.seed
+        self.data, self.accumulation = layout.data, scenario.accumulation
+        self.shares_sequences = layout.sp * layout.ulysses > 1
         self.roles = scenario.objective.roles
         self.observables = all_observables(
             scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed
@@ -258,7 +262,7 @@ class _Observer:
         leaks = LeakWatch() if first and self.exact else None
         watching: contextlib.AbstractContextManager[object] = leaks or contextlib.nullcontext()
         if watched:
-            self.watch = Watch()
+            self.watch = Watch(tokens=self.shares_sequences)
             self.watch.leaks, watching = leaks, self.watch.step()
         trained = {role.name: role for role in self.roles if role.trained}
 
@@ -288,6 +292,9 @@ class _Observer:
         if watched:
             rows = sorted(row for row, t in metrics.rows.get(LOGPROBS.key, {}).items() if t.numel())
             self.evidence.append(self.watch.to_json() | {"step": batch.step, "rows": rows})
+            if self.shares_sequences and self.rank.rank == 0:
+                firsts = first_documents(batch, dp_size=self.data, accumulation=self.accumulation)
+                self.evidence[-1]["documents"] = firsts
         if leaks:
             self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in leaks.leaks]
         before_observing = own.switch("observe")
@@ -434,6 +441,12 @@ def batch_counts(batch: Batch, *, dp_size: int, accumulation: int) -> dict[str, 
     ]
     tokens = sum(row.length for row in batch.rows)
     return {"step": batch.step, "tokens": tokens, "targets": targets, "rows": given}
+
+
+def first_documents(batch: Batch, *, dp_size: int, accumulation: int) -> list[list[list[Sequence[int]]]]:
+    """Returns the tokens of each document of each row of the first micro-batch of each data-parallel rank."""
+    firsts = (batch.micro_batches(dp_rank=n, dp_size=dp_size, accumulation=accumulation)[0] for n in range(dp_size))
+    return [[[document.tokens for document in row.documents] for row in rows] for rows in firsts]
 
 
 def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Source]:

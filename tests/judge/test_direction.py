@@ -155,6 +155,23 @@ def beyond(o: Observable, seed: int, **wrong: float) -> set[str]:
     return {one.tensor for one in own if one.error > bounds[one.key]}
 
 
+@pytest.mark.parametrize(("by_probability", "bound"), [(True, 3 * 0.004), (False, 0.0)])
+def test_rounded_probabilities_scale_gradients_that_they_weight(by_probability: bool, bound: float) -> None:
+    """Log-probs that are 0.004 too large in one of two steps, as a single process has them, allow three times that."""
+    found = Directions(is_exact=False, is_half=True, by_probability=by_probability)
+    ref, rows = rounding(MANY, 0), -rounding(MANY, 1).abs().flatten()
+    for step, shift in enumerate((0.004, -0.001)):
+        found.add(LOGPROBS, step, TensorView(tensors={"0": rows + shift}), TensorView(tensors={"0": rows}))
+        found.add(GRADIENT, step, TensorView(tensors={"x": ref.clone()}), TensorView(tensors={"x": ref}))
+    measured = list(found.measurements())
+    options = {"gradients": frozenset((GRADIENT.stage,)), "amplified": {}, "drift": {}}
+    bounds = allowed_errors(measured, precision="bf16", noise=measured, **options)  # type: ignore[arg-type]
+    scales = [bounds[one.key] for one in measured if one.tensor.startswith("gradient: scale")]
+    assert len(scales) == 4  # of both steps, of all steps, and of x
+    assert scales == pytest.approx([max(bound, min(scales))] * 4)
+    assert (min(scales) > 0.01) == by_probability
+
+
 def test_rounding_scales_gradients_of_preferences_more() -> None:
     """Half of an error may lie along such a gradient, a sixth along others; the larger part is no bound on more."""
     error, ref = 1e-2 * rounding(MANY, 1), rounding(MANY, 2)

@@ -416,19 +416,20 @@ def test_masks_of_dropout_are_followed(ranks: list[list[Any]], claim: str | None
 
 
 STATES, ATTENTION = "bytes of optimizer states", "share of each rank in attention"
+TOKENS = "which tokens each rank holds, and their order"
 
 
 @pytest.mark.parametrize(
     ("layout", "listed"),
     [
         ("dp2", set()),
-        ("sp2.zigzag", {"order of the ring", ATTENTION}),
-        ("sp2.stride2", {"stride", ATTENTION}),
-        ("ulysses2.zero1", {STATES, ATTENTION}),
+        ("sp2.zigzag", {TOKENS, ATTENTION}),
+        ("sp2.stride2", {"stride", TOKENS, ATTENTION}),
+        ("ulysses2.zero1", {STATES, TOKENS, ATTENTION}),
         ("dp2.zero2.offload", {"offload", STATES, "bytes of gradients"}),
         ("dp2.zero3.offload", {"offload", STATES, "bytes of gradients", "bytes of weights"}),
-        ("sp2.zero3.ckpt", {"weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
-        ("dp2.sp2.zero3.ckpt", {STATES, "bytes of gradients", ATTENTION}),
+        ("sp2.zero3.ckpt", {TOKENS, "weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
+        ("dp2.sp2.zero3.ckpt", {TOKENS, STATES, "bytes of gradients", ATTENTION}),
         ("dp4.rep2.zero3", {STATES, "bytes of gradients", "which ranks are replicas"}),
         ("dp2.zero1.overlap", {STATES}),
         ("pp2.zero1.overlap.manual", {"manual", "overlap"}),

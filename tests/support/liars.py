@@ -416,6 +416,28 @@ class Fsdp2PassesKeysAround(RunsAnotherLayout, Fsdp2Backend):
         return dataclasses.replace(layout, options=("ring",))
 
 
+class SwapsTheOrder(RunsAnotherLayout):
+    """Cuts documents into contiguous parts where zigzag parts were requested, and the other way round, and gathers one
+    head at a time."""
+
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        other = {"zigzag": "ring", "ring": "zigzag"}
+        return dataclasses.replace(layout, options=tuple(other.get(o, o) for o in layout.options), stride=1)
+
+
+class Fsdp2SwapsTheOrder(SwapsTheOrder, Fsdp2Backend):
+    pass
+
+
+class DeepspeedSwapsTheOrder(SwapsTheOrder, DeepspeedBackend):
+    pass
+
+
+class MegatronSwapsTheOrder(SwapsTheOrder, MegatronBackend):
+    pass
+
+
 class Fsdp2ScattersOneNumber(RunsAnotherLayout, Fsdp2Backend):
     """Cuts nothing along the sequence, and reduces and scatters one number in every step."""
 

@@ -1,0 +1,149 @@
+"""Checks which tokens each rank holds where ranks share sequences, and in which pieces they exchange keys and values.
+
+The watch shows the tokens that a rank looks up in its embedding. The judge cuts the documents of the first micro-batch
+as the layout says and compares. Rows of a vocabulary that is cut over tensor-parallel ranks show the tokens of their
+part only; together the ranks show all of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from conformance.spec.layout import Layout
+
+Tokens = Sequence[int]
+PADDED = -1  # the place of a token that a library may fill with anything
+# Libraries pad each document to a multiple of its pieces, times one of these.
+MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
+ZIGZAG, CONTIGUOUS, SLICES = "zigzag parts", "contiguous parts", "slices of all tokens"
+HELD = "each rank holds the tokens of its place, in their order"
+NUMBERS = 4  # of a token that ranks of one sequence gather: log-prob and entropy, once or twice
+
+
+def shows_tokens(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Tells whether ranks that share sequences showed the tokens that they look up."""
+    return bool(ranks[0].get("documents")) and any(rank.get("embedded") for rank in ranks)
+
+
+def held_by_layout(layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, bool, str]:
+    """Returns the claim that each rank holds the tokens of its place, in their order, whether it holds, and why."""
+    options = set(layout.options)
+    if "zigzag" in options:
+        asked: tuple[str, ...] = (ZIGZAG,)
+    elif "ring" in options:
+        asked = (CONTIGUOUS,)
+    else:  # PyTorch's own context parallelism may balance its work or not
+        asked = (ZIGZAG, CONTIGUOUS) if "torchcp" in options else (SLICES, CONTIGUOUS)
+    holds = any(_is_held(layout, ranks, order) for order in asked)
+    others = [] if holds else [order for order in (ZIGZAG, CONTIGUOUS, SLICES) if _is_held(layout, ranks, order)]
+    observed = "these" if holds else " or ".join(others) or "another order"
+    return HELD, holds, f"requested {' or '.join(asked)}, observed {observed}"
+
+
+def _is_held(layout: Layout, ranks: Sequence[Mapping[str, Any]], order: str) -> bool:
+    """Tells whether some way to pad gives every place its tokens, and places are in the order of the ranks."""
+    ways = [0, *MULTIPLES] if order != SLICES else [0]
+    return any(_is_held_padded(layout, ranks, order, multiple) for multiple in ways)
+
+
+def _is_held_padded(layout: Layout, ranks: Sequence[Mapping[str, Any]], order: str, multiple: int) -> bool:
+    calls = [(number, of_rows, seen) for number, rank in enumerate(ranks) for of_rows, seen in rank.get("embedded", ())]
+    largest = max(of_rows for _, of_rows, _ in calls)
+    begins = [part * largest for part in range(layout.tp)]
+    placed: set[int] = set()
+    for rows in ranks[0]["documents"]:
+        firsts = []
+        for place in range(layout.sp * layout.ulysses):
+            due = {
+                shape: _due(layout, rows, shape, order, multiple, place)
+                for shape in {(len(seen), len(seen[0])) for *_, seen in calls if seen}
+            }
+            fitting = {
+                number
+                for number, of_rows, seen in calls
+                if seen and _fits(seen, due[len(seen), len(seen[0])], begins, of_rows)
+            }
+            if not fitting:
+                return False
+            placed |= fitting
+            if any(token != PADDED for tokens in due.values() for token in tokens or ()):
+                firsts.append(min(fitting))
+        if firsts != sorted(firsts):
+            return False
+    return placed == {number for number, *_ in calls}
+
+
+def _due(
+    layout: Layout, rows: Sequence[Sequence[Tokens]], shape: tuple[int, int], order: str, multiple: int, place: int
+) -> list[int] | None:
+    """Returns the tokens of a place, row by row; None where a rank's tokens cannot have this ``shape``.
+
+    multiple: documents are padded to that many times their pieces; 0: rows are padded to equal lengths, as ``shape``
+    tells. Slices have the documents of all rows laid end to end.
+    """
+    ring, slice_ = divmod(place, layout.ulysses)
+    whole = shape[1] * layout.sp * layout.ulysses
+    if order == SLICES:
+        lines = [[token for row in rows for document in row for token in document]]
+    elif multiple:
+        lines = [list(document) for row in rows for document in row]
+    else:
+        lines = [[token for document in row for token in document] for row in rows]
+    if not multiple and (shape[0] != len(lines) or max(map(len, lines)) > whole):
+        return None
+    pieces = layout.sp * (2 if order == ZIGZAG else 1)
+    lengths = [-(-len(line) // (pieces * multiple)) * pieces * multiple if multiple else whole for line in lines]
+    if any(length % pieces for length in lengths):
+        return None
+    cut = [_cut(line, length, ring, pieces, layout.sp) for line, length in zip(lines, lengths, strict=True)]
+    if multiple:  # what is left of the shape is padding
+        cut = [[token for own in cut for token in own]]
+        if len(cut[0]) > whole // layout.sp:
+            return None
+    share = shape[1]
+    return [token for own in cut for token in own[slice_ * share : (slice_ + 1) * share]]
+
+
+def _cut(line: list[int], length: int, ring: int, pieces: int, size: int) -> list[int]:
+    """Returns the part of a ring's rank of tokens that are padded to ``length``: one of its pieces, or two of them."""
+    padded = line + [PADDED] * (length - len(line))
+    part = length // pieces
+    own = (ring,) if pieces == size else (ring, pieces - 1 - ring)
+    return [token for piece in own for token in padded[piece * part : (piece + 1) * part]]
+
+
+def _fits(seen: Sequence[Tokens], due: list[int] | None, begins: Sequence[int], of_rows: int) -> bool:
+    """Tells whether tokens that were looked up in ``of_rows`` rows, from one of ``begins`` on, are those that are due.
+    Tokens of other rows show as 0."""
+    if due is None or sum(map(len, seen)) < len(due):
+        return False
+    return any(
+        all(
+            wanted == PADDED or token == (wanted - begin if 0 <= wanted - begin < of_rows else 0)
+            for token, wanted in zip((token for row in seen for token in row), due, strict=False)
+        )
+        for begin in begins
+    )
+
+
+def heads_at_a_time(layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Returns how many heads of keys or values the ranks of a ring gather at a time, of inputs (tokens, heads, E)."""
+    return {
+        shape[-2]
+        for rank in ranks
+        for group, shape, *_ in rank.get("gathered", ())
+        if len(group) == layout.sp and len(shape) == 3 and shape[0] in _held_numbers(rank, layout.ulysses)
+    }
+
+
+def gathered_for_tokens(layout: Layout, rank: Mapping[str, Any], is_of_data: Callable[[Sequence[int]], bool]) -> int:
+    """Returns the elements that groups gathered one or a few for each token: log-probs, not weights."""
+    parts = {layout.ulysses, layout.sp, layout.sp * layout.ulysses}
+    held = _held_numbers(rank, 1)
+    sizes = {tokens * part * n for tokens in held for part in parts - {1} for n in range(1, NUMBERS + 1)}
+    gathered = rank.get("gathered", ())
+    return sum(size * count for group, _, size, count in gathered if is_of_data(group) and size in sizes)
+
+
+def _held_numbers(rank: Mapping[str, Any], times: int) -> set[int]:
+    """Returns the numbers of tokens that were looked up at a time, multiplied."""
+    return {times * sum(map(len, seen)) for _, seen in rank.get("embedded", ())}

@@ -1,0 +1,119 @@
+"""Which tokens each rank holds where ranks share sequences, and how many heads they gather at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.judge.token_evidence import (
+    CONTIGUOUS,
+    SLICES,
+    ZIGZAG,
+    gathered_for_tokens,
+    heads_at_a_time,
+    held_by_layout,
+    shows_tokens,
+)
+from conformance.spec.batch import Document, Row
+from conformance.spec.layout import Layout
+from conformance.worker.evidence import Collective, Watch
+from impl.context_parallel.sequence_sharding import SplitMode, place, shard_inputs
+from impl.interface.micro_batches import collate
+
+VOCABULARY = 60
+LENGTHS = ((7, 11), (5,), (13, 4))  # of the documents of each row
+
+
+def rows_of(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[Row]:
+    tokens = iter(range(1, VOCABULARY))
+    documents = [[tuple(next(tokens) for _ in range(length)) for length in row] for row in lengths]
+    return [
+        Row(index=n, documents=tuple(Document(tokens=d, targets=(False,) + (True,) * (len(d) - 1)) for d in row))
+        for n, row in enumerate(documents)
+    ]
+
+
+def held(layout: Layout, split: SplitMode, *, zigzag: bool, multiple: int = 1, backwards: bool = False) -> Any:
+    """What honest ranks look up, those of ``tp`` in their part of the vocabulary."""
+    rows, size = rows_of(), layout.sp
+    inputs = collate(rows)
+    source = place(inputs, split=split, size=size, zigzag=zigzag, multiple=multiple * layout.ulysses).source
+    ranks: list[dict[str, Any]] = []
+    for ring in range(size)[:: -1 if backwards else 1]:
+        for part in source[ring].chunk(layout.ulysses, dim=1):
+            tokens = shard_inputs(inputs, part).tokens
+            for tp in range(layout.tp):
+                own = -(-VOCABULARY // layout.tp)
+                local = torch.where((tokens >= tp * own) & (tokens < (tp + 1) * own), tokens - tp * own, 0)
+                ranks.append({"embedded": [[own, local.tolist()]]})
+    ranks[0]["documents"] = [[[document.tokens for document in row.documents] for row in rows]]
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "split", "zigzag", "order"),
+    [
+        ("sp2.zigzag", "documents", True, ZIGZAG),
+        ("sp2.zigzag", "rows", True, ZIGZAG),
+        ("sp4.zigzag", "documents", True, ZIGZAG),
+        ("sp2.tp2.zigzag", "documents", True, ZIGZAG),
+        ("sp2.ulysses2.zigzag", "documents", True, ZIGZAG),
+        ("sp2.ring", "documents", False, CONTIGUOUS),
+        ("sp3.ring", "rows", False, CONTIGUOUS),
+        ("sp2", "slices", False, SLICES),
+        ("sp2.ulysses2", "slices", False, SLICES),
+        ("ulysses2", "slices", False, SLICES),
+    ],
+)
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_ranks_hold_the_tokens_of_their_places(
+    layout: str, split: SplitMode, zigzag: bool, order: str, multiple: int
+) -> None:
+    of, asked = Layout.parse(layout), f"{SLICES} or {CONTIGUOUS}" if order == SLICES else order
+    ranks = held(of, split, zigzag=zigzag, multiple=multiple)
+    assert shows_tokens(ranks)
+    assert held_by_layout(of, ranks)[1:] == (True, f"requested {asked}, observed these")
+    if of.sp > 1:
+        assert not held_by_layout(of, held(of, split, zigzag=zigzag, multiple=multiple, backwards=True))[1]
+    ranks[0]["embedded"][0][1][0][0] += 1  # another token
+    assert held_by_layout(of, ranks)[1:] == (False, f"requested {asked}, observed another order")
+
+
+@pytest.mark.parametrize("split", ["documents", "rows"])
+@pytest.mark.parametrize("tp", ["", ".tp2"])
+def test_another_order_of_the_ring_is_named(split: SplitMode, tp: str) -> None:
+    ring, zigzag = Layout.parse(f"sp2.ring{tp}"), Layout.parse(f"sp2.zigzag{tp}")
+    found = held_by_layout(zigzag, held(zigzag, split, zigzag=False))
+    assert found[1:] == (False, f"requested {ZIGZAG}, observed {CONTIGUOUS}")
+    found = held_by_layout(ring, held(ring, split, zigzag=True))
+    assert found[1:] == (False, f"requested {CONTIGUOUS}, observed {ZIGZAG}")
+
+
+def test_heads_that_are_gathered_at_a_time_are_counted() -> None:
+    of = Layout.parse("sp2.stride2")
+    ranks = held(of, "slices", zigzag=False)
+    tokens = len(ranks[0]["embedded"][0][1][0])
+    for rank in ranks:
+        rank["gathered"] = [[[0, 1], [tokens, 2, 8], tokens * 32, 4], [[0, 1], [48, 3, 8], 2304, 4]]
+    assert heads_at_a_time(of, ranks) == {2}
+
+
+def test_numbers_of_tokens_are_told_from_weights() -> None:
+    of = Layout.parse("ulysses2.zero2")
+    (rank, _) = held(of, "slices", zigzag=False)
+    tokens = len(rank["embedded"][0][1][0])
+    rank["gathered"] = [[[0, 1], [1, tokens], 2 * tokens, 3], [[0, 1], [2 * tokens + 1], 4 * tokens + 2, 9]]
+    assert gathered_for_tokens(of, rank, lambda group: group == [0, 1]) == 6 * tokens
+    assert gathered_for_tokens(of, rank, lambda group: False) == 0
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_lookups_are_observed_where_ranks_share_sequences(tokens: bool) -> None:
+    weight, at = torch.rand(60, 4, requires_grad=True), torch.tensor([[3, 5, 59], [1, 0, 2]])
+    with (watch := Watch(tokens=tokens)).step():
+        (torch.nn.functional.embedding(at, weight) + weight[at]).sum().backward()
+        torch.nn.functional.embedding(at + 1 - 1, weight)  # of a later micro-batch
+    watch._collective(Collective("all_gather", (0, 1), torch.float32, 12, (1, 6)))
+    found = watch.to_json()
+    assert found.get("embedded") == ([(60, at.tolist())] * 2 if tokens else None)
+    assert found.get("gathered") is None  # after the first backward pass
