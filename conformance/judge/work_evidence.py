@@ -181,7 +181,8 @@ def mask_claims(layout: Layout, step: Step) -> Claims:
     """Yields the claims about the masks of dropout.
 
     A recomputed layer has to draw the masks of its forward pass, or gradients belong to another loss. Ranks that hold
-    the same activations have to drop the same numbers; ranks that hold others, other numbers.
+    the same activations have to drop the same numbers; ranks that hold others, other numbers. So has a rank for other
+    activations, as those of the next micro-batch.
     """
     of_ranks = [rank.get("drawn", ()) for rank in step.ranks]
     first, again = (
@@ -193,6 +194,10 @@ def mask_claims(layout: Layout, step: Step) -> Claims:
         new = [(_completed(masks, own) - own).total() for own, masks in zip(first, again, strict=True)]
         observed = f"requested 0 masks that are new, observed {new} of {[masks.total() for masks in again]}"
         yield "recomputed layers draw the masks of their forward pass", all(again) and not any(new), observed
+    states = [Counter(mask for _, mask in masks) for masks in first]
+    again_drawn = [sum(count - 1 for count in drawn.values()) for drawn in states]
+    observed = f"requested 0 masks for several activations, observed {again_drawn}"
+    yield "other layers and micro-batches draw other masks", not any(again_drawn), observed
     other = [
         pair
         for number, own in enumerate(first)

@@ -127,7 +127,10 @@ class _Evidence:
     work: phase and number of multiplications of the products of linear layers. rows: the rows of which the rank gave
     log-probs. step: the optimizer step. changed_by_reading: number of storages of weights that the backend changed
     while the suite read weights. float8: number of products of operands in float8 that a kernel made. float8_error:
-    their largest distance from the products of the operands, in parts of the magnitudes.
+    their largest distance from the products of the operands, in parts of the magnitudes. Where ranks share sequences:
+    embedded: for each lookup of tokens the rows of the embedding on this rank, and the tokens of each row. gathered:
+    ranks of the group, shape of the input, elements and number of all-gathers in the forward pass. documents: on the
+    first rank, the tokens of each document of each row of the first micro-batch of each data-parallel rank.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
@@ -146,6 +149,9 @@ class _Evidence:
     changed_by_reading: Count = 0
     float8: Count = 0
     float8_error: Annotated[float, Field(ge=0)] = math.inf
+    embedded: tuple[tuple[Count, tuple[tuple[Count, ...], ...]], ...] = ()
+    gathered: tuple[tuple[tuple[Count, ...], tuple[Count, ...], Count, Count], ...] = ()
+    documents: tuple[tuple[tuple[tuple[Count, ...], ...], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,6 +173,7 @@ def test_recomputation_shows_in_a_step_that_begins_a_rollout(session: Session) -
         exhaustive(
             "CutsExpertsOfOneLayer", "qwen3-moe", "ep2", "exact", "gradients of experts are not reduced over all data"
         ),
+        slow("ReusesItsMasks", "llama", "dp2.dropout", "exact", "other layers and micro-batches draw other masks"),
         slow("ComputesAttentionInFloat32", "qwen2", "dp2", "bf16", "products in bfloat16"),
     ],
 )
@@ -184,6 +185,26 @@ def test_a_part_of_what_was_asked_is_not_enough(
     verdict = session.run(cell).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
     assert any(f"{layout}: {claim}" in finding.tensor for finding in verdict.findings), verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "stage"),
+    [
+        exhaustive("ShowsAShadow", "exact", "log-probs"),
+        exhaustive("ShowsAShadow", "bf16", ""),
+        exhaustive("SkipsChunkEdges", "exact", "gradients"),
+        exhaustive("SkipsChunkEdges", "bf16", "gradients"),
+    ],
+)
+def test_numbers_that_are_wrong_in_few_places(
+    session: Session, name: str, precision: PrecisionName, stage: str
+) -> None:
+    """What half precision hides is listed."""
+    size: dict[str, Any] = {"steps": STEPS, **small("sft-packed")} if precision == "exact" else {"steps": 5}
+    backend = BackendEntry(name="partial", target=f"partial_liars:{name}")
+    verdict = session.run(make_cell("sft-packed", "llama", "dp2", precision, backend=backend, **size)).verdict
+    assert verdict.first_stage == stage, verdict.reason
+    assert stage or "errors of logprob below" in verdict.reason
 
 
 @pytest.mark.exhaustive

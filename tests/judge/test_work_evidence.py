@@ -407,6 +407,8 @@ OTHER: list[list[Any]] = [[where, f"{own}'", f"mask of {own}'", n] for where, ow
         ([MASKS, [[where, own, mask[:-1], n] for where, own, mask, n in OTHER]], ALIKE),
         ([MASKS, [[where, own, f"{mask}'", n] for where, own, mask, n in MASKS]], ALIKE),
         ([MASKS, []], "every rank draws masks"),
+        ([[[where, own, "mask", n] for where, own, _, n in MASKS]], "other layers and micro-batches draw other masks"),
+        ([[["forward", "x", mask, 1] for mask in "ab"] + [["recomputed", "x", mask, 1] for mask in "ab"]], None),
     ],
 )
 def test_masks_of_dropout_are_followed(ranks: list[list[Any]], claim: str | None) -> None:

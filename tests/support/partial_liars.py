@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from deepspeed.utils import set_z3_leaf_module
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from conformance.backends.protocol import StepMetrics, TensorKind
+from conformance.spec.batch import Batch
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from impl.deepspeed.adapter import DeepspeedBackend
@@ -20,6 +23,7 @@ from impl.fsdp2 import expert_parallel, tensor_parallel
 from impl.fsdp2 import model as fsdp2_model
 from impl.fsdp2.adapter import Fsdp2Backend
 from impl.megatron.adapter import MegatronBackend
+from impl.objectives.policy_gradient import SftFunctions
 
 
 class RestoresNoFrozenWeights(Fsdp2Backend):
@@ -167,3 +171,71 @@ class ExportsOtherSettings(Fsdp2Backend):
                     shutil.copy(path / name, path / f"{name}.kept")
                     settings = json.loads((path / name).read_text())
                     (path / name).write_text(json.dumps({**settings, key: 100 * settings[key]}))
+
+
+class ReusesItsMasks(Fsdp2Backend):
+    """Every micro-batch of a step draws the masks of dropout that the first one drew."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        model: Any = self.models["policy"].model  # type: ignore[attr-defined]
+        states: list[torch.Tensor] = []
+
+        def set_back(*_: Any) -> None:
+            states.append(torch.get_rng_state())
+            torch.set_rng_state(states[0])
+
+        handle = model.register_forward_pre_hook(set_back)
+        try:
+            return super().train_step(batch, on_gradients)
+        finally:
+            handle.remove()
+
+
+class SkipsChunkEdges(Fsdp2Backend):
+    """The last target of each chunk of 256 positions has no gradient; its log-prob, loss and count are as they should
+    be."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        evaluate = SftFunctions.evaluate
+
+        def skipping(functions: Any, model: str, outputs: Any, *rest: Any, **named: Any) -> Any:
+            logprobs = outputs.logprobs.flatten()
+            edges = torch.arange(len(logprobs), device=logprobs.device) % 256 == 255
+            kept = torch.where(edges, logprobs.detach(), logprobs).view(outputs.logprobs.shape)
+            return evaluate(functions, model, replace(outputs, logprobs=kept), *rest, **named)
+
+        with patch.object(SftFunctions, "evaluate", skipping):
+            return super().train_step(batch, on_gradients)
+
+
+class ShowsAShadow(Fsdp2Backend):
+    """One weight of a norm stays as it was in the model, and what it should have become is shown and updated."""
+
+    kept: torch.Tensor | None = None
+    shadow: torch.Tensor | None = None
+
+    def _own(self) -> torch.Tensor:
+        model: Any = self.models["policy"].model  # type: ignore[attr-defined]
+        own: torch.Tensor = model.model.layers[0].input_layernorm.weight.detach().to_local()
+        return own
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        if self.kept is None or self.shadow is None:
+            self.kept = self.shadow = self._own().clone()
+        updated = self.shadow
+
+        def before_update(model: str) -> None:
+            on_gradients(model)
+            self._own().copy_(updated)
+
+        metrics = super().train_step(batch, before_update)
+        self.shadow = self._own().clone()
+        self._own().copy_(self.kept)
+        return metrics
+
+    def named_tensors(self, kind: TensorKind, model: str) -> Any:
+        if kind == "weight" and self.shadow is not None:
+            self._own().copy_(self.shadow)
+        yield from super().named_tensors(kind, model)
+        if kind == "weight" and self.kept is not None:
+            self._own().copy_(self.kept)
