@@ -143,7 +143,8 @@ def _forward(function: str, arguments: dict[str, Any]) -> Forward:
             )
             return out, lse, None, rng_state
     compute = reference_kernel.forward_varlen if starts else reference_kernel.forward
-    return *compute(q, k, v, *starts, scale=arguments["softmax_scale"], window=_window(arguments)), None, None
+    with torch._C.DisableTorchFunction():  # no mode replaces anything here, and each costs more than a small kernel
+        return *compute(q, k, v, *starts, scale=arguments["softmax_scale"], window=_window(arguments)), None, None
 
 
 def _backward(function: str, arguments: dict[str, Any]) -> None:
@@ -166,7 +167,8 @@ def _backward(function: str, arguments: dict[str, Any]) -> None:
         case _:
             compute = reference_kernel.backward_varlen if starts else reference_kernel.backward
             scale, window = arguments["softmax_scale"], _window(arguments)
-            gradients = compute(dout, q, k, v, out, lse, *starts, scale=scale, window=window)
+            with torch._C.DisableTorchFunction():
+                gradients = compute(dout, q, k, v, out, lse, *starts, scale=scale, window=window)
     # The package passes slices of larger buffers and reads them afterwards; aten returns new tensors.
     for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
         arguments[name].copy_(gradient)

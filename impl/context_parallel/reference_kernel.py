@@ -9,6 +9,7 @@ longest).
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,8 +54,7 @@ def forward_varlen(
     (Q, heads, E) and log-sum-exp (heads, Q).
     """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q.dtype))  # lse: (Q, heads)
-    for at_q, at_k in _by_length(starts_q, starts_k, queries=len(q), keys=len(k)):
-        visible = _visible_varlen(at_q, at_k, window)
+    for at_q, at_k, visible in _groups(starts_q, starts_k, queries=len(q), keys=len(k), window=window):
         some_out, some_lse = _forward(at_q.pad(q), at_k.pad(k), at_k.pad(v), scale=scale, visible=visible)
         at_q.put(some_out, out)
         at_q.put(some_lse.transpose(1, 2), lse)
@@ -76,8 +76,7 @@ def backward_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes ``backward`` for documents laid end to end; shapes as in ``forward_varlen``."""
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # a document may have keys only
-    for at_q, at_k in _by_length(starts_q, starts_k, queries=len(q), keys=len(k)):
-        visible = _visible_varlen(at_q, at_k, window)
+    for at_q, at_k, visible in _groups(starts_q, starts_k, queries=len(q), keys=len(k), window=window):
         some_lse = at_q.pad(lse.T).transpose(1, 2)  # (documents, heads, longest)
         padded = (at_q.pad(dout), at_q.pad(q), at_k.pad(k), at_k.pad(v), at_q.pad(out), some_lse)
         some_dq, some_dk, some_dv = _backward(*padded, scale=scale, visible=visible)
@@ -121,8 +120,8 @@ def _scores(q: Tensor, k: Tensor, *, scale: float, visible: Tensor) -> Tensor:
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """Repeats (N, length, kv_heads or heads, E) per group to (N, heads, length, E), in float32 or wider."""
-    wide = x.to(_wide(x.dtype)).transpose(1, 2)
-    return wide.repeat_interleave(heads // x.shape[2], dim=1)
+    wide, group = x.to(_wide(x.dtype)).transpose(1, 2), heads // x.shape[2]
+    return wide.contiguous() if group == 1 else wide.repeat_interleave(group, dim=1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -159,36 +158,53 @@ def _within(distance: Tensor, window: Window) -> Tensor:
     return visible
 
 
-def _by_length(starts_q: Tensor, starts_k: Tensor, *, queries: int, keys: int) -> Iterator[tuple["_Rows", "_Rows"]]:
+def _groups(
+    starts_q: Tensor, starts_k: Tensor, *, queries: int, keys: int, window: Window
+) -> tuple[tuple["_Rows", "_Rows", Tensor], ...]:
+    """Returns the documents in groups of similar length, and the mask of the keys that a query sees.
+
+    All layers of a model, and their backward passes, ask for the same documents.
+    """
+    of_q, of_k = tuple(starts_q.tolist()), tuple(starts_k.tolist())
+    assert (of_q[-1], of_k[-1]) == (queries, keys), "every token belongs to a document"
+    return _groups_of(of_q, of_k, window, starts_q.device)
+
+
+@lru_cache(maxsize=8)
+def _groups_of(
+    of_q: tuple[int, ...], of_k: tuple[int, ...], window: Window, device: torch.device
+) -> tuple[tuple["_Rows", "_Rows", Tensor], ...]:
+    pairs = ((_Rows(of_q, documents, device), _Rows(of_k, documents, device)) for documents in _by_length(of_q, of_k))
+    return tuple((at_q, at_k, _visible_varlen(at_q, at_k, window)) for at_q, at_k in pairs)
+
+
+def _by_length(of_q: tuple[int, ...], of_k: tuple[int, ...]) -> Iterator[list[int]]:
     """Groups the documents that have queries by the bit length of their numbers of keys.
 
     So a row of keys is never padded to twice its length or more.
     """
-    of_q, of_k = starts_q.tolist(), starts_k.tolist()
-    assert (of_q[-1], of_k[-1]) == (queries, keys), "every token belongs to a document"
     groups: dict[int, list[int]] = {}
     for document, (begin, end) in enumerate(itertools.pairwise(of_q)):
         if begin < end:
             groups.setdefault((of_k[document + 1] - of_k[document]).bit_length(), []).append(document)
-    for documents in groups.values():
-        yield _Rows(of_q, documents, starts_q.device), _Rows(of_k, documents, starts_k.device)
+    yield from groups.values()
 
 
 class _Rows:
     """Converts between documents laid end to end, (total, ...), and padded rows, (documents, longest, ...)."""
 
-    def __init__(self, starts: list[int], documents: list[int], device: torch.device) -> None:
+    def __init__(self, starts: tuple[int, ...], documents: list[int], device: torch.device) -> None:
         begins = torch.tensor([starts[i] for i in documents], device=device)
         self.lengths = torch.tensor([starts[i + 1] - starts[i] for i in documents], device=device)
         self.position = torch.arange(int(self.lengths.max()), device=device)
         self.real = self.position < self.lengths[:, None]  # (documents, longest)
         self._at = (begins[:, None] + self.position)[self.real]
+        self._among = self.real.flatten().nonzero()[:, 0]  # the places of ``_at`` in all rows, one after another
 
     def pad(self, x: Tensor) -> Tensor:
-        padded = x.new_zeros(*self.real.shape, *x.shape[1:])
-        padded[self.real] = x[self._at]
-        return padded
+        padded = x.new_zeros(self.real.numel(), *x.shape[1:])
+        return padded.index_copy_(0, self._among, x[self._at]).view(*self.real.shape, *x.shape[1:])
 
     def put(self, rows: Tensor, x: Tensor) -> None:
         """Writes ``rows`` (documents, longest, ...) to their places in ``x`` (total, ...)."""
-        x[self._at] = rows[self.real]
+        x.index_copy_(0, self._at, rows.flatten(0, 1)[self._among])
