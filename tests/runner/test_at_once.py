@@ -1,6 +1,7 @@
 """Cells side by side: how many at once, and with how many processors each of the threads that judge them computes."""
 
 import gc
+import os
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_cell
+from recorded_bits import assert_same_bits, run_cells
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.host import HostResources, host_resources_of
@@ -151,3 +153,14 @@ def test_judging_threads_use_one_processor_each() -> None:
 def _of_a_new_thread() -> int:
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(torch.get_num_threads).result()
+
+
+@pytest.mark.exhaustive
+def test_packed_and_moved_cells_give_the_same_bits_as_alone(tmp_path: Path) -> None:
+    """One cell at a time; then four at once, so in other worker groups, after other cells."""
+    names = [f"sft-packed/llama/fsdp2/{layout}/{tier}" for layout in ("dp2", "tp2") for tier in ("exact", "fp32")]
+    names += ["sft-packed/qwen3/deepspeed/dp2.zero2/fp32", "sft-packed/llama/megatron/tp2/exact"]
+    chosen = [part for name in names for part in ("--profile", "gpu", "--cells", name)]
+    for folder, workers in (("alone", "1"), ("packed", "4")):
+        assert run_cells(tmp_path / folder, "cpu", "--workers", workers, *chosen, env=os.environ) == 0
+    assert_same_bits(tmp_path / "alone", tmp_path / "packed", cells=len(names))

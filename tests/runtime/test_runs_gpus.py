@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded_bits import assert_same_bits, run_cells
 
 from conformance.results.run_results import read_run
 from conformance.results.verdict import Verdict
@@ -65,6 +66,11 @@ def verdicts(folder: Path) -> dict[str, Verdict]:
     return {entry.cell: entry.verdict for entry in read_run(folder)[1]}
 
 
+PACKED = [
+    f"sft-packed/{model}/fsdp2/{layout}/{tier}"
+    for tier in ("exact", "fp32")
+    for model, layout in (("llama", "dp2"), ("llama", "tp2"), ("qwen3", "dp2"))
+]
 ONE, TWO = (f"sft-packed/pangu/fsdp2/{layout}/fp32" for layout in ("dp1", "dp2"))
 
 
@@ -104,3 +110,13 @@ def test_runs_on_one_gpu_take_turns_and_a_cell_of_two_is_not_run(tmp_path: Path)
         found = verdicts(tmp_path / folder)
         assert found[ONE].state == "conforms", found[ONE].reason
         assert (found[TWO].state, found[TWO].reason.partition(";")[0]) == ("not_run", "needs 2 GPUs, 1 visible")
+
+
+def test_cells_that_share_a_gpu_give_the_same_bits_as_alone(tmp_path: Path) -> None:
+    """Two ranks on one GPU, one cell at a time; then four at once, so in other worker groups, after other cells."""
+    gpu = gpus_of_host()[0]
+    chosen = [part for name in PACKED for part in ("--profile", "gpu", "--cells", name)]
+    for folder, workers in (("alone", "1"), ("packed", "4")):
+        arguments = ("--ranks-per-gpu", "2", "--workers", workers, *chosen)
+        assert run_cells(tmp_path / folder, "cuda", *arguments, env=on(gpu)) == 0
+    assert_same_bits(tmp_path / "alone", tmp_path / "packed", cells=len(PACKED))
