@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conformance.backends.faults import faults_of, plant
-from conformance.backends.registry import EnvironmentProcess, answer_queries
+from conformance.backends.query_process import EnvironmentProcess, answer_queries
 from conformance.core.errors import UsageError, did_you_mean, one_line
 from conformance.core.packages import entry_points_of, package_version
 from conformance.spec.precision import PrecisionName

@@ -12,23 +12,15 @@ The environment needs this version of backend-parity (``pip install --no-deps``)
 (OF_RANKS), and the imports of the adapter. `parity matrix` makes such environments.
 """
 
-import contextlib
-import json
 import os
-import resource
-import select
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import traceback
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol, TypeVar
+from typing import IO, Any, Protocol
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -45,23 +37,17 @@ from conformance.backends.protocol import (
     is_registered,
 )
 from conformance.backends.protocol import find_backend as find_here
-from conformance.core import packages as own_packages
-from conformance.core.environments import OF_RANKS
+from conformance.backends.query_process import NEEDS, EnvironmentProcess, ForkedProcess, answer_queries, serve_queries
 from conformance.core.errors import UsageError, one_line
-from conformance.core.io import no_link
 from conformance.core.packages import package_version
-from conformance.core.process import StartPatience, effort, signal_at_death_of, signal_at_hang_up, signal_group
 from conformance.spec.conventions import Convention, Conventions, in_cell
 from conformance.spec.known_defects import ExpectedDifference, Known
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
 LIMIT_S = 300.0  # seconds for an answer; for the first one, seconds in which the imports neither compute nor read
-_TICK_S = 0.25
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
-Made = TypeVar("Made")
-_NEEDS = f"needs backend-parity {{}} (pip install --no-deps), {', '.join(OF_RANKS)}"
 
 
 class AskFailed(Exception):
@@ -209,85 +195,6 @@ class InProcessAdapter:
             raise AskFailed(message) from error
 
 
-class EnvironmentProcess:
-    """Runs a module in another Python environment, in a process group of its own, and exchanges lines of JSON with it.
-
-    what: names the process in messages. The group ends with this process.
-    """
-
-    def __init__(self, what: str, python: str, module: str, name: str, *, limit_s: float, errors: Path | None = None):
-        """errors: a file for its standard error. Raises UsageError if the environment or ``name`` cannot be used."""
-        self._what, self._limit_s = what, limit_s
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONHOME"}
-        if python == sys.executable:  # it finds what this process finds
-            environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        try:
-            with open(errors, "wb", opener=no_link) if errors else contextlib.nullcontext() as file:
-                self.process = subprocess.Popen(
-                    [python, "-P", "-m", module, name],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=file,
-                    env=environment,
-                    text=True,
-                    start_new_session=True,  # Ctrl-C is for the controller
-                )
-        except OSError as error:
-            raise UsageError(f"{what}: {error.strerror}; give the executable of an environment") from None
-        self.check()
-
-    def check(self) -> None:
-        """Waits for the imports of the process. Raises UsageError if it has no suite, or another one."""
-        needs = _NEEDS.format(conformance.__version__)
-        if "suite" not in self.hello:
-            why = self.hello["message"]
-            raise UsageError(f"{self._what}: it does not answer; the environment {needs} ({why})")
-        if self.hello["suite"] != conformance.__version__:
-            raise UsageError(f"{self._what}: the environment has backend-parity {self.hello['suite']}; it {needs}")
-
-    @cached_property
-    def hello(self) -> dict[str, Any]:
-        """Waits for the imports of the process. Returns its first message."""
-        return self._started()
-
-    def ask(self, query: dict[str, Any]) -> dict[str, Any]:
-        """Sends a query; returns the answer, which has a ``message`` if it failed."""
-        assert self.process.stdin
-        try:
-            print(json.dumps(query), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            return {"kind": "failed", "message": "its process has ended"}
-        return self.receive()
-
-    def _started(self) -> dict[str, Any]:
-        patience = StartPatience(partial(effort, self.process.pid), limit_s=self._limit_s)
-        while not self._is_readable(_TICK_S):
-            if why := patience.why_over():
-                self.end()
-                return {"kind": "failed", "message": f"its process hangs in its imports: {why}"}
-        return self.receive()
-
-    def _is_readable(self, limit_s: float) -> bool:
-        assert self.process.stdout
-        return bool(select.select([self.process.stdout], [], [], limit_s)[0])
-
-    def receive(self) -> dict[str, Any]:
-        assert self.process.stdout
-        if not self._is_readable(self._limit_s):
-            self.end()
-            return {"kind": "failed", "message": f"its process has not answered within {self._limit_s:g} s"}
-        try:
-            answer = json.loads(self.process.stdout.readline())
-        except ValueError:  # it has ended; standard error says why
-            return {"kind": "failed", "message": "its process has ended"}
-        return answer if isinstance(answer, dict) else {"kind": "failed", "message": f"it answered {answer!r}"}
-
-    def end(self) -> None:
-        """Kills the process and its descendants."""
-        signal_group(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 def _first_cause(error: BaseException) -> BaseException:
     seen = [error]
     while (cause := seen[-1].__cause__) is not None and cause not in seen:  # an error may be its own cause
@@ -303,66 +210,6 @@ class _Spawned(EnvironmentProcess):
 
     def check(self) -> None:
         """Waits for nothing: the suite is this one, and several adapters import at the same time."""
-
-
-class _Fork:
-    """Forks this process to answer queries about an adapter; has what EnvironmentProcess uses of subprocess.Popen."""
-
-    def __init__(self, name: str) -> None:
-        ours, theirs = socket.socketpair()
-        parent_lives, self._life = os.pipe()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child leaves alone
-            self.pid = os.fork()
-        if not self.pid:
-            ours.close()
-            os.close(self._life)
-            self._answer(theirs, parent_lives, name)
-        theirs.close()
-        os.close(parent_lives)
-        self.stdin, self.stdout = ours.makefile("w", encoding="utf-8"), ours.makefile("r", encoding="utf-8")
-        ours.close()  # the files keep it
-
-    def wait(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
-
-    @staticmethod
-    def _answer(theirs: socket.socket, parent_lives: int, name: str) -> NoReturn:
-        """Continues as the adapter's process, until this end of the socket is the only one. ``parent_lives``: the end
-        for reading of a pipe that the parent holds open."""
-        try:
-            signal_at_hang_up(parent_lives)
-            os.setsid()  # Ctrl-C is for the controller
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(2, 1)  # output of frameworks must not mix with that of the controller
-            # Whoever waits for the end of a socket or pipe of the controller would wait for this process, too.
-            low, high = sorted((theirs.fileno(), parent_lives))
-            os.closerange(3, low)
-            os.closerange(low + 1, high)
-            os.closerange(high + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-            queries, answers = theirs.makefile("r", encoding="utf-8"), theirs.makefile("w", encoding="utf-8")
-            serve_queries(queries, answers, name, _made, _reply, _error_message)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-
-
-class ForkedProcess(EnvironmentProcess):
-    """Answers queries about an adapter in a fork of this process."""
-
-    def __init__(self, name: str) -> None:
-        self._what, self._limit_s = name, LIMIT_S
-        self.process: Any = _Fork(name)
 
 
 class SubprocessAdapter:
@@ -385,7 +232,7 @@ class SubprocessAdapter:
             self._process = EnvironmentProcess(self._what[:-2], python, __name__, name, limit_s=LIMIT_S)
         else:
             self._process = _process_here(name)
-        hello, needs = self._process.hello, _NEEDS.format(conformance.__version__)
+        hello, needs = self._process.hello, NEEDS.format(conformance.__version__)
         if "message" in hello:
             self._process.end()
             raise self._error(hello)
@@ -500,7 +347,16 @@ def _process_here(name: str) -> EnvironmentProcess:
     """Starts the process of an adapter in this environment: a fork, which is faster, or a new interpreter where there
     are GPUs. Neither CUDA nor NVML survives a fork, and libraries such as torchao query a GPU when they are imported.
     """
-    return _Spawned(name) if torch.cuda.device_count() else ForkedProcess(name)
+    return _Spawned(name) if torch.cuda.device_count() else forked_process(name)
+
+
+def forked_process(name: str) -> ForkedProcess:
+    """Starts the process of an adapter as a fork of this one."""
+
+    def serve(queries: IO[str], answers: IO[str]) -> None:
+        serve_queries(queries, answers, name, _made, _reply, _error_message)
+
+    return ForkedProcess(name, serve, limit_s=LIMIT_S)
 
 
 def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
@@ -532,45 +388,6 @@ def _made(name: str) -> tuple[InProcessAdapter, dict[str, Any]]:
     adapter = InProcessAdapter(entry.load())
     traits = TypeAdapter(Traits).dump_python(adapter.traits, mode="json")
     return adapter, {"name": entry.name, "target": entry.target, "traits": traits}
-
-
-def answer_queries(
-    make: Callable[[str], tuple[Made, dict[str, Any]]],
-    reply: Callable[[Made, dict[str, Any]], dict[str, Any]],
-    error_message: Callable[[Exception], dict[str, str]],
-) -> None:
-    """Runs the other end of an EnvironmentProcess: makes an object by the first argument, says hello, and replies."""
-    own_packages.prefer()
-    signal_at_death_of(os.getppid(), signal.SIGTERM)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of frameworks must not mix with the answers
-    serve_queries(sys.stdin, answers, sys.argv[1], make, reply, error_message)
-
-
-def serve_queries(
-    queries: IO[str],
-    answers: IO[str],
-    name: str,
-    make: Callable[[str], tuple[Made, dict[str, Any]]],
-    reply: Callable[[Made, dict[str, Any]], dict[str, Any]],
-    error_message: Callable[[Exception], dict[str, str]],
-) -> None:
-    """Makes an object by its name, says hello, and replies until there are no more queries."""
-
-    def say(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    suite = {"suite": conformance.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
-    try:
-        made, hello = make(name)
-    except Exception as error:
-        return say(suite | error_message(error))
-    say(suite | hello)
-    for line in queries:
-        try:
-            say(reply(made, json.loads(line)))
-        except Exception as error:
-            say(error_message(error))
 
 
 def _reply(adapter: InProcessAdapter, query: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from conformance.backends.engines import NotSupported, error_message
 from conformance.backends.faults import faults_of, plant
-from conformance.backends.registry import EnvironmentProcess, answer_queries
+from conformance.backends.query_process import EnvironmentProcess, answer_queries
 from conformance.core.errors import UsageError, did_you_mean
 from conformance.core.packages import entry_points_of, package_version
 

@@ -29,6 +29,7 @@ from conformance.matrix.options import (
 )
 from conformance.runtime.preload_server import import_ahead
 
+STARTING = ("run", "bisect", "matrix", "blame")  # commands that start ranks
 MOST_GPUS = 4096  # a larger number is a typing error
 _JSON = "machine-readable output"
 
@@ -43,7 +44,7 @@ class Declared:
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
     def run(self, options: argparse.Namespace) -> int:
-        if self.module in ("run", "environments"):  # ranks and this process import torch at the same time
+        if self.name in STARTING:  # ranks and this process import torch at the same time
             import_ahead(("transformers",))
         run: Callable[[argparse.Namespace], int] = getattr(
             import_module(f"conformance.cli.{self.module}"), f"{self.name}_command"
@@ -276,8 +277,8 @@ COMMANDS: Mapping[str, Declared] = {
         ("list", "plan", "show backends, profiles, faults and the cells of a profile", _list),
         ("plan", "plan", "estimate the memory, disk and time of the selected cells", _plan),
         ("run", "run", "run cells, judge them, write the report", _run),
-        ("merge", "judge", "put the folders of several shards, or jobs, of a run together", _merge),
-        ("judge", "judge", "judge the records of an earlier run again", _judge),
+        ("merge", "run", "put the folders of several shards, or jobs, of a run together", _merge),
+        ("judge", "run", "judge the records of an earlier run again", _judge),
         ("report", "report", "write report.html, report.md and junit.xml of an earlier run", _folder),
         ("compare", "report", "print the backends of a run side by side, or two runs, as Markdown", _compare),
         ("bisect", "run", "name the first wrong module of a cell, forward and backward", _bisect),

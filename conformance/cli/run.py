@@ -1,4 +1,7 @@
-"""Runs cells, judges and bisects them, and writes the reports (`parity run`); bisects one cell (`parity bisect`)."""
+"""Runs cells, judges and bisects them, and writes the reports (`parity run`); bisects one cell (`parity bisect`).
+
+Also judges the records of an earlier run again (`parity judge`), and merges several runs (`parity merge`).
+"""
 
 import argparse
 import contextlib
@@ -13,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from conformance.bisect.explain import describe
@@ -24,14 +28,17 @@ from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable, is_unused, owned, write_file
 from conformance.core.process import Stop, seconds_of_tree, stop_code
 from conformance.core.timeline import processor_table, seconds_by_phase, table, timeline, to_chrome
+from conformance.judge.rejudge import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, AtOnce, Demands, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
 from conformance.matrix.profile import select_cells
 from conformance.records.record_format import dumps
-from conformance.results.output_folders import rewrite_summary, slim
-from conformance.results.run_results import SUMMARY
+from conformance.results.history import read_baseline
+from conformance.results.output_folders import merge, rewrite_summary, slim
+from conformance.results.run_results import SUMMARY, read_run
+from conformance.results.verdict import STATES
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.earlier_run import cells_left, read_earlier
 from conformance.runner.phases import TraceFailed
@@ -40,6 +47,7 @@ from conformance.runner.preflight import check_device, leased_gpus, oracles_that
 from conformance.runner.session import Session
 from conformance.runtime.leased_slots import lanes_of_host
 from conformance.runtime.multihost.controller import hosts_of_engine
+from conformance.spec.objectives import objective_class
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -252,3 +260,39 @@ def _bisect(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
     else:
         print(f"{cell}: {verdict.findings[0]}", *describe(found).lines, sep="\n")
     return verdict.state
+
+
+def judge_command(options: argparse.Namespace) -> int:
+    """Judges the records of an earlier run again."""
+    for kind in options.objective:
+        objective_class(kind)
+    with owned(options.out, owner="parity judge"):
+        return _judge(options)
+
+
+def _judge(options: argparse.Namespace) -> int:
+    if slim_cells := rejudge(options.out):
+        print(
+            f"parity: {slim_cells} cells keep their verdicts, because their tensors were not kept (parity run --keep "
+            f"all keeps them)",
+            file=sys.stderr,
+        )
+    write_side_by_side(options.out)
+    for entry in read_run(options.out)[1]:
+        if entry.verdict.state != "conforms":
+            word, reason = STATES[entry.verdict.state].word, entry.verdict.reason.partition("\n")[0]
+            print(f"{word:<8} {entry.cell}  {reason}", file=sys.stderr)
+    return finish(options.out, as_json=options.json)
+
+
+def merge_command(options: argparse.Namespace) -> int:
+    """Merges the output folders of several shards or jobs of a run."""
+    if len({os.path.realpath(folder) for folder in options.outs}) < len(options.outs):
+        raise UsageError("a folder is given twice; give the folder of each shard or job once")
+    out = output_folder(options.out)
+    baseline = partial(read_baseline, options.baseline) if options.baseline else None
+    merge(options.outs, out, command=shlex.join(["parity", "merge", *options.arguments]), baseline=baseline)
+    write_side_by_side(out, parts=options.outs)
+    if Kept.from_options(options).keep != "all":
+        slim(out)
+    return finish(out, as_json=options.json)

@@ -194,8 +194,8 @@ def environment(device: Device | None = None, *, is_other: bool = False) -> dict
         # In half precision oneDNN compiles a kernel for each shape, which takes milliseconds. It keeps 1024 by default,
         # and the documents of an oracle's run have more shapes than that; a kernel takes up to 0.7 MiB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096"),
-        # glibc raises these two limits to these values at most, when large blocks are freed. Until then ranks get memory
-        # from the kernel for each tensor above 128 KiB, and give it back: a tenth of their processor time.
+        # glibc raises these two limits to these values at most, when large blocks are freed. Until then ranks get
+        # memory from the kernel for each tensor above 128 KiB, and give it back: a tenth of their processor time.
         "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20)),
         "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", str(64 * 2**20)),
         # Each rank that compiles starts as many compiler processes as there are processors, up to 32.

@@ -30,8 +30,8 @@ def test_an_adapter_stuck_in_its_imports_ends_with_a_killed_controller(tmp_path:
     (tmp_path / "stuck.py").write_text("import time\ntime.sleep(600)\n")
     code = """
         import os, signal
-        from conformance.backends.registry import ForkedProcess
-        adapter = ForkedProcess("stuck:Adapter")
+        from conformance.backends.registry import forked_process
+        adapter = forked_process("stuck:Adapter")
         print(adapter.process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
