@@ -18,6 +18,7 @@ Linux only, because it uses fork, /proc, memfd_create and PR_SET_PDEATHSIG.
     gpu_inventory.py      the GPUs of this host, by NVML, and shares of them
     gpu_leases.py         leases of GPUs between runs
     leased_slots.py       what worker groups lease: GPUs, shares, or slots of several hosts
+    mps.py                ranks of several processes on a GPU at the same time
     multihost/            ranks on several hosts, by torchrun or Ray
 
 This package does not import torch before a rank or a forkserver does.

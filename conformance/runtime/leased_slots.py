@@ -12,6 +12,7 @@ from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.forkserver_client import BlockStarter, Forkservers
 from conformance.runtime.gpu_inventory import gpus_of, memory_of_gpus, more_shares, network_of, slots_of, visible_to
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder, leases_by_process
+from conformance.runtime.mps import Mps
 from conformance.runtime.slots import Block, Lease, NoLease, Starter
 
 _TICK_S = 0.1  # between looks for leases that other processes released, and for lost slots
@@ -134,6 +135,7 @@ class Gpus(LeasedSlots):
         what = "GPUs" if gpus_of(gpus) == gpus else "shares of GPUs"
         super().__init__(gpus, what=what, folder=lease_folder())
         self._gpus, self._forkservers = gpus, Forkservers(work_dir)
+        self._mps = Mps() if gpus_of(gpus) != gpus else None
 
     def names(self) -> Block:
         return self._gpus
@@ -145,11 +147,13 @@ class Gpus(LeasedSlots):
         return blocks(*self._wanted(config))[:1] if config.size <= len(self._gpus) else []
 
     def starter(self, block: Block) -> BlockStarter:
-        variables = visible_to(block) | network_of(block)
+        variables = visible_to(block) | network_of(block) | (self._mps.variables() if self._mps else {})
         return BlockStarter(forkservers=self._forkservers, variables=variables, slots=slots_of(block))
 
     def close(self) -> None:
         self._forkservers.close()
+        if self._mps is not None:
+            self._mps.close()
 
     @cached_property
     def _bytes(self) -> dict[str, int]:

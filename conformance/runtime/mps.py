@@ -1,0 +1,130 @@
+"""Lets ranks of several processes compute on a GPU at the same time, by NVIDIA's Multi-Process Service (MPS).
+
+Without it the processes take turns, and a collective between ranks that share a GPU waits for the turn of each of them.
+A run that shares GPUs starts a daemon of its own, changes no setting of the GPU, and ends the daemon with itself. With
+a daemon of the user (``CUDA_MPS_PIPE_DIRECTORY``), without the driver's programs, or where no client can connect, the
+run goes on as it is.
+
+The module is also the program that keeps the daemon, ``python mps.py FOLDER``, as long as its standard input is open.
+It imports nothing of the suite.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SWITCH = "PARITY_MPS"  # "1" starts a daemon
+_CONTROL = "nvidia-cuda-mps-control"
+_PIPE, _LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+_START_LIMIT_S = 20.0  # the server starts with its first client
+_END_LIMIT_S = 5.0
+_PROBE = "--probe"
+
+logger = logging.getLogger(__name__)
+
+
+class Mps:
+    """Keeps a daemon for the ranks of this run that share GPUs. Threads share it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._folder: Path | None = None
+        self._variables: dict[str, str] | None = None
+        if os.environ.get(SWITCH) != "1" or _PIPE in os.environ:
+            self._variables = {}
+        elif shutil.which(_CONTROL) is None:
+            self._variables = {}
+            logger.warning("ranks that share a GPU take turns: %s is not installed", _CONTROL)
+        else:
+            self._folder = Path(tempfile.mkdtemp(prefix="parity-mps-"))  # a socket's path has at most 107 bytes
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(self._folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                text=True,
+            )
+
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variables of ranks that share GPUs. Waits for the daemon, which starts meanwhile."""
+        if self._variables is None:
+            assert self._process is not None
+            assert self._process.stdout is not None
+            ready = select.select([self._process.stdout], [], [], _START_LIMIT_S)[0]
+            answer = self._process.stdout.readline().strip() if ready else f"no answer within {_START_LIMIT_S:g} s"
+            if answer != "ready":
+                logger.warning("ranks that share a GPU take turns: MPS does not start: %s", answer or "it has ended")
+            self._variables = _variables_of(self._folder) if answer == "ready" and self._folder else {}
+        return self._variables
+
+    def close(self) -> None:
+        """Ends the daemon. Its ranks have ended before."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2 * _END_LIMIT_S)
+            self._process.kill()
+            self._process.wait()
+
+
+def _variables_of(folder: Path) -> dict[str, str]:
+    return {_PIPE: str(folder), _LOG: str(folder)}
+
+
+def keep(folder: Path) -> None:
+    """Keeps a daemon in ``folder`` until standard input ends, and says on standard output whether it serves clients."""
+    environment = {**os.environ, **_variables_of(folder)}
+    with (folder / "daemon.log").open("wb") as log:
+        daemon = subprocess.Popen(
+            [_CONTROL, "-f"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + _END_LIMIT_S
+        while not (folder / "control").exists() and daemon.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        probe = subprocess.run(
+            [sys.executable, "-P", __file__, _PROBE],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_START_LIMIT_S / 2,
+        )
+        print("ready" if not probe.returncode else probe.stdout.strip() or f"exit {probe.returncode}", flush=True)
+        if not probe.returncode:
+            sys.stdin.read()
+    finally:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run([_CONTROL], env=environment, input="quit\n", text=True, timeout=_END_LIMIT_S, check=False)
+        daemon.kill()
+        daemon.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def probe() -> str:
+    """Makes a context on the first GPU as a client. Returns what fails, or ""."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return str(error)
+    context = ctypes.c_void_p()
+    for name, arguments in (("cuInit", (0,)), ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), 0))):
+        if code := getattr(driver, name)(*arguments):
+            return f"{name} ended with CUDA error {code}"
+    return ""
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == _PROBE:
+        print(failure := probe())
+        sys.exit(bool(failure))
+    keep(Path(sys.argv[1]))
