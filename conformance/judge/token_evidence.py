@@ -6,6 +6,7 @@ part only; together the ranks show all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from conformance.spec.layout import Layout
@@ -49,27 +50,26 @@ def _is_held_padded(layout: Layout, ranks: Sequence[Mapping[str, Any]], order: s
     calls = [(number, of_rows, seen) for number, rank in enumerate(ranks) for of_rows, seen in rank.get("embedded", ())]
     largest = max(of_rows for _, of_rows, _ in calls)
     begins = [part * largest for part in range(layout.tp)]
-    placed: set[int] = set()
-    for rows in ranks[0]["documents"]:
-        firsts = []
+    shapes = {(len(seen), len(seen[0])) for *_, seen in calls if seen}
+    fits: dict[int, set[tuple[int, int]]] = {number: set() for number, *_ in calls}  # data rank and place, by rank
+    held, padding = set(), set()  # all places that some rank fits, and those that hold no token
+    for data, rows in enumerate(ranks[0]["documents"]):
         for place in range(layout.sp * layout.ulysses):
-            due = {
-                shape: _due(layout, rows, shape, order, multiple, place)
-                for shape in {(len(seen), len(seen[0])) for *_, seen in calls if seen}
-            }
-            fitting = {
-                number
-                for number, of_rows, seen in calls
-                if seen and _fits(seen, due[len(seen), len(seen[0])], begins, of_rows)
-            }
-            if not fitting:
-                return False
-            placed |= fitting
-            if any(token != PADDED for tokens in due.values() for token in tokens or ()):
-                firsts.append(min(fitting))
-        if firsts != sorted(firsts):
-            return False
-    return placed == {number for number, *_ in calls}
+            due = {shape: _due(layout, rows, shape, order, multiple, place) for shape in shapes}
+            for number, of_rows, seen in calls:
+                if seen and _fits(seen, due[len(seen), len(seen[0])], begins, of_rows):
+                    fits[number].add((data, place))
+                    held.add((data, place))
+            if not any(token != PADDED for tokens in due.values() for token in tokens or ()):
+                padding.add((data, place))
+    if len(held) < len(ranks[0]["documents"]) * layout.sp * layout.ulysses or not all(fits.values()):
+        return False
+    # A part of the vocabulary may show too little to tell the places of a rank apart.
+    certain = [(number, *places - padding) for number, places in fits.items() if len(places - padding) == 1]
+    firsts: dict[tuple[int, int], int] = {}
+    for number, place_of_data in sorted(certain):
+        firsts.setdefault(place_of_data, number)
+    return all(firsts[first] < firsts[second] for first, second in pairwise(sorted(firsts)) if first[0] == second[0])
 
 
 def _due(

@@ -24,29 +24,32 @@ VOCABULARY = 60
 LENGTHS = ((7, 11), (5,), (13, 4))  # of the documents of each row
 
 
-def rows_of(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[Row]:
-    tokens = iter(range(1, VOCABULARY))
-    documents = [[tuple(next(tokens) for _ in range(length)) for length in row] for row in lengths]
+def rows_of(data: int) -> list[Row]:
+    """The first data rank has the tokens from 1 on, the second one those from the last one back."""
+    tokens = iter(range(1, VOCABULARY) if not data else range(VOCABULARY - 1, 0, -1))
+    documents = [[tuple(next(tokens) for _ in range(length)) for length in row] for row in LENGTHS]
     return [
         Row(index=n, documents=tuple(Document(tokens=d, targets=(False,) + (True,) * (len(d) - 1)) for d in row))
         for n, row in enumerate(documents)
     ]
 
 
-def held(layout: Layout, split: SplitMode, *, zigzag: bool, multiple: int = 1, backwards: bool = False) -> Any:
-    """What honest ranks look up, those of ``tp`` in their part of the vocabulary."""
-    rows, size = rows_of(), layout.sp
-    inputs = collate(rows)
-    source = place(inputs, split=split, size=size, zigzag=zigzag, multiple=multiple * layout.ulysses).source
+def held(
+    layout: Layout, split: SplitMode, *, zigzag: bool, multiple: int = 1, backwards: bool = False, own: int = 0
+) -> Any:
+    """What honest ranks look up, those of ``tp`` in their part of the vocabulary, of ``own`` tokens."""
+    size, own = layout.sp, own or -(-VOCABULARY // layout.tp)
     ranks: list[dict[str, Any]] = []
-    for ring in range(size)[:: -1 if backwards else 1]:
-        for part in source[ring].chunk(layout.ulysses, dim=1):
-            tokens = shard_inputs(inputs, part).tokens
-            for tp in range(layout.tp):
-                own = -(-VOCABULARY // layout.tp)
-                local = torch.where((tokens >= tp * own) & (tokens < (tp + 1) * own), tokens - tp * own, 0)
-                ranks.append({"embedded": [[own, local.tolist()]]})
-    ranks[0]["documents"] = [[[document.tokens for document in row.documents] for row in rows]]
+    for data in range(layout.data):
+        inputs = collate(rows_of(data))
+        source = place(inputs, split=split, size=size, zigzag=zigzag, multiple=multiple * layout.ulysses).source
+        for ring in range(size)[:: -1 if backwards else 1]:
+            for part in source[ring].chunk(layout.ulysses, dim=1):
+                tokens = shard_inputs(inputs, part).tokens
+                for tp in range(layout.tp):
+                    local = torch.where((tokens >= tp * own) & (tokens < (tp + 1) * own), tokens - tp * own, 0)
+                    ranks.append({"embedded": [[own, local.tolist()]]})
+    ranks[0]["documents"] = [[[d.tokens for d in row.documents] for row in rows_of(n)] for n in range(layout.data)]
     return ranks
 
 
@@ -58,6 +61,8 @@ def held(layout: Layout, split: SplitMode, *, zigzag: bool, multiple: int = 1, b
         ("sp4.zigzag", "documents", True, ZIGZAG),
         ("sp2.tp2.zigzag", "documents", True, ZIGZAG),
         ("sp2.ulysses2.zigzag", "documents", True, ZIGZAG),
+        ("dp2.sp2.zigzag", "rows", True, ZIGZAG),
+        ("dp2.tp2.sp2.zigzag", "documents", True, ZIGZAG),
         ("sp2.ring", "documents", False, CONTIGUOUS),
         ("sp3.ring", "rows", False, CONTIGUOUS),
         ("sp2", "slices", False, SLICES),
@@ -77,6 +82,14 @@ def test_ranks_hold_the_tokens_of_their_places(
         assert not held_by_layout(of, held(of, split, zigzag=zigzag, multiple=multiple, backwards=True))[1]
     ranks[0]["embedded"][0][1][0][0] += 1  # another token
     assert held_by_layout(of, ranks)[1:] == (False, f"requested {asked}, observed another order")
+
+
+def test_a_part_of_the_vocabulary_that_few_tokens_need_shows_no_order() -> None:
+    """Few tokens are in the second part, so zeros of its ranks fit places of several ranks."""
+    of = Layout.parse("dp2.tp2.sp2.ring")
+    assert held_by_layout(of, held(of, "documents", zigzag=False, own=56))[1]
+    assert not held_by_layout(of, held(of, "documents", zigzag=False, own=56, backwards=True))[1]
+    assert not held_by_layout(of, held(of, "documents", zigzag=True, own=56))[1]
 
 
 @pytest.mark.parametrize("split", ["documents", "rows"])
