@@ -65,10 +65,10 @@ def _is_held_padded(layout: Layout, ranks: Sequence[Mapping[str, Any]], order: s
     if len(held) < len(ranks[0]["documents"]) * layout.sp * layout.ulysses or not all(fits.values()):
         return False
     # A part of the vocabulary may show too little to tell the places of a rank apart.
-    certain = [(number, *places - padding) for number, places in fits.items() if len(places - padding) == 1]
     firsts: dict[tuple[int, int], int] = {}
-    for number, place_of_data in sorted(certain):
-        firsts.setdefault(place_of_data, number)
+    for number, places in sorted(fits.items()):
+        if len(certain := places - padding) == 1:
+            firsts.setdefault(certain.pop(), number)
     return all(firsts[first] < firsts[second] for first, second in pairwise(sorted(firsts)) if first[0] == second[0])
 
 
