@@ -51,7 +51,8 @@ def matrix_command(options: argparse.Namespace) -> int:
     arguments += ["--no-bisect"] * options.no_bisect
     codes, notes, stopped = list[int](), dict[str, tuple[str, str]](), 0
     for name, wanted in chosen.items():
-        _say(f"environment {name}: {', '.join(wanted.requirements) or 'what is installed'}")
+        setting = [f"{key}={value}" for key, value in wanted.variables.items()]
+        _say(f"environment {name}: {', '.join([*wanted.requirements, *setting]) or 'what is installed'}")
         note, lock = "", ""
         try:
             made = make_environment(wanted)
@@ -244,7 +245,7 @@ def _ends(options: argparse.Namespace) -> tuple[Environment, Pins, Pins]:
             if replace(start, requirements=()) != replace(end, requirements=()):
                 raise UsageError(
                     f"{names[0]} and {names[1]} may differ in requirements only; give both one python, index, "
-                    "find_links and dependencies"
+                    "find_links, dependencies and variables"
                 )
             good, bad = (make_environment(one).pins for one in (start, end))
             if good.keys() != bad.keys() or good == bad:

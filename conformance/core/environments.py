@@ -34,6 +34,8 @@ from conformance.core.packages import ROOT, canonical, package_version
 OF_RANKS = ("numpy", "pydantic>=2.10", "safetensors>=0.6", "torch>=2.11")  # what ranks of every backend import
 LOCK = "requirements.lock"
 NAME = r"^[A-Za-z0-9][\w.+-]*$"
+_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+_TOO_EARLY = ("LD_", "PYTHON")  # the loader and Python read these before any line of Python could set them
 _SUITE = ("conformance", "impl", "parity", "reports")
 _HASH = " --hash=sha256:"
 _BEST = ("--index-strategy", "unsafe-best-match")  # of all indexes, as pip does
@@ -54,7 +56,8 @@ class Environment:
     requirements: as pip reads them. python: a version such as ``3.12``, or the path of an executable; empty: the
     running interpreter. dependencies: install what the requirements need, too; without it (the default where packages
     are inherited) only the requirements themselves are installed. find_links: folders of wheels beside the index; in a
-    file, from its folder. index: instead of the configured one.
+    file, from its folder. index: instead of the configured one. variables: environment variables of the ranks, such as
+    NCCL_ALGO, which are set when their Python starts.
     """
 
     requirements: tuple[str, ...]
@@ -62,6 +65,12 @@ class Environment:
     dependencies: bool | None = None
     find_links: tuple[str, ...] = ()
     index: str = ""
+    variables: dict[Annotated[str, Field(pattern=_VARIABLE)], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.variables:
+            if name.startswith(_TOO_EARLY):
+                raise ValueError(f"{name} is read before a rank could set it; set it for the whole command instead")
 
     @property
     def inherits(self) -> bool:
@@ -121,7 +130,8 @@ def _from(folder: Path, one: Environment) -> Environment:
 def make_environment(wanted: Environment) -> Made:
     """Returns an environment with these requirements, which is made if there is none of its lock. Raises Unmade."""
     lock = _resolved(wanted)
-    base = "\n".join([lock, _version_of(wanted.executable), *(_inherited() if wanted.inherits else ())])
+    setting = f"import os; os.environ.update({wanted.variables!r})" if wanted.variables else ""
+    base = "\n".join([lock, _version_of(wanted.executable), *(_inherited() if wanted.inherits else ()), setting])
     folder = cache_folder() / "environments" / hashlib.sha256(base.encode()).hexdigest()[:16]
     made = Made(python=str(folder / "bin" / "python"), lock=lock)
     with locked(folder.with_suffix(".making")):
@@ -134,6 +144,8 @@ def make_environment(wanted: Environment) -> Made:
         if wanted.inherits:
             lines = [f"import site; site.addsitedir({path!r})" for path in _inherited()]
             write_file(packages / "inherited.pth", "\n".join([*lines, ""]))
+        if setting:
+            write_file(packages / "variables.pth", f"{setting}\n")
         if lock:
             write_file(folder / "wanted.txt", lock)
             install(made.python, "--no-deps", *_sources(wanted), "-r", str(folder / "wanted.txt"))

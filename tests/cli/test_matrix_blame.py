@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -174,12 +175,25 @@ def test_wrong_use_of_blame_is_told(stubs: Path, words: list[str], message: str,
         ("[environments.a]\nrequirement = []", "there is no such key"),
         ("[environments.a]\nrequirements = 'torch'", "must be a list"),
         ("[environments.'../a']\nrequirements = []", "should match pattern"),
+        ("[environments.a]\nrequirements = []\nvariables = {NCCL_ALGO = 1}", "should be a valid string"),
+        ("[environments.a]\nrequirements = []\nvariables = {'A B' = '1'}", "should match pattern"),
+        ("[environments.a]\nrequirements = []\nvariables = {LD_PRELOAD = 'a.so'}", "LD_PRELOAD is read before"),
     ],
 )
 def test_a_wrong_file_of_environments_is_told(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text(text)
     with pytest.raises(UsageError, match=message):
         read_environments(tmp_path / "e.toml")
+
+
+def test_variables_of_an_environment_are_set_in_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    asked = "import os; print(os.environ.get('NCCL_ALGO'))"
+    seen = []
+    for variables in ({"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": 'it\'s "Tree"'}, {}):
+        made = environments.make_environment(Environment(requirements=(), variables=variables))
+        seen.append(subprocess.run([made.python, "-c", asked], check=True, capture_output=True, text=True).stdout)
+    assert seen == ["Ring\n", 'it\'s "Tree"\n', "None\n"]
 
 
 @pytest.mark.parametrize(
