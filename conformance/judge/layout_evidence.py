@@ -30,6 +30,7 @@ from conformance.judge.work_evidence import (
     exchange_claims,
     in_backward,
     in_forward,
+    keeps_weights,
     mask_claims,
     not_forward,
     not_proven,
@@ -429,7 +430,7 @@ def _of_shares(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, 
     shards = shards_of(layout)
     model = layout.tp * layout.pp
     width = None if scenario.tier.is_half else scenario.tier.master.bytes  # in half precision, weights have two widths
-    if stage == 3 and shards > 1 and width and "offload" not in layout.options:
+    if stage == 3 and shards > 1 and width and not keeps_weights(layout, scenario):
         # Ranks with sharded weights hold a share of them, and small buffers such as position tables; so the bound is
         # halfway to whole weights. Tensor-parallel ranks hold some weights whole, so there the bound is the amount
         # that pure tensor parallelism would hold.

@@ -252,7 +252,13 @@ def exchange_claims(
     """
     due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
     yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
-    if stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout, step):
+    if "mfsdp" in layout.options and stage == 3 and not hides_gathers(layout, step):
+        # Megatron-FSDP gathers ahead: in a small model before the backward pass begins, and after the update.
+        inner = (linear.float8 + linear.beside) / layout.tp / layout.pp
+        passes = (1 + LEAST) * accumulation * linear.passed / layout.tp / layout.pp + max(0.0, trained - inner)
+        gathered = step.moved(_GATHERS, lambda _: True, partial(_is_of_data, layout, step))
+        yield at_least("layers are gathered for each forward and backward pass, as ZeRO-3 has it", gathered, passes)
+    elif stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout, step):
         again = LEAST * accumulation * linear.passed / layout.tp / layout.pp
         kinds = (*_GATHERS, *(_GATHERED_BYTES if "fp8gather" in layout.options else ()))
         gathered = step.moved(kinds, in_backward, partial(_is_of_data, layout, step))
@@ -304,7 +310,11 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     elif stage is not None and stage < 3 and shards > 1:
         of_data = partial(_is_of_data, layout, step)
         gathers_keys = layout.gathers or "torchcp" in layout.options  # over the same ranks, in the same pass
-        if "overlap" not in layout.options and not gathers_keys and not hides_whole_weights(layout, step, due):
+        if "mfsdp" in layout.options:  # which gathers when weights are first used
+            if not gathers_keys and not hides_gathers(layout, step):
+                claim = f"weights are gathered at most once before the update, as ZeRO-{stage} has it"
+                yield below(claim, step.moved(_GATHERS, _not_update, of_data), (1 + LEAST) / LEAST * due)
+        elif "overlap" not in layout.options and not gathers_keys and not hides_whole_weights(layout, step, due):
             whole, most = _gathered_weights(layout, step), due + gathered_numbers(layout, step)
             yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, most)
         updated = step.moved(_GATHERS, _update, _of_size(shards))
@@ -362,6 +372,13 @@ def _until_backward(layout: Layout, step: Step, *, due: float, accumulation: int
         reduced = step.moved(_REDUCTIONS, _not_update, of_data)
         claim = "gradients of every micro-batch are reduced, as SHARD_GRAD_OP has it"
         yield at_least(claim, reduced, (accumulation - 0.5) * gathered)
+
+
+def keeps_weights(layout: Layout, scenario: Scenario) -> bool:
+    """Tells whether ranks may hold whole weights in ZeRO-3: on the CPU, or of frozen models beside Megatron-FSDP's."""
+    return "offload" in layout.options or (
+        "mfsdp" in layout.options and not all(role.trained for role in scenario.objective.roles)
+    )
 
 
 def hides_gathers(layout: Layout, step: Step) -> bool:
@@ -464,7 +481,7 @@ def not_proven(
     yield "weights that are gathered again", is_cut and stage == 3 and hides_gathers(layout, step)
     yield "bytes of optimizer states", is_cut
     yield "bytes of gradients", is_cut and stage in (2, 3)
-    yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or "offload" in options)
+    yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or keeps_weights(layout, scenario))
     yield "share of each rank in attention", layout.tp * layout.sp * layout.ulysses > 1
     yield "which ranks are replicas", layout.rep > 1 and layout.rep == shards_of(layout)
     yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)

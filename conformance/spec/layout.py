@@ -92,6 +92,11 @@ OPTIONS: Mapping[str, Term] = {
         "gathered until the backward pass ends",
         "torch FullyShardedDataParallel FULL_SHARD, with zero2 SHARD_GRAD_OP, with rep HYBRID_SHARD",
     ),
+    "mfsdp": Term(
+        "Megatron-FSDP: layers' optimizer state, with zero2 gradients, with zero3 weights lie in flat buffers that "
+        "data-parallel ranks share out",
+        "Megatron use_megatron_fsdp, data_parallel_sharding_strategy",
+    ),
     "lastsync": Term(
         "gradients are reduced at the last micro-batch only",
         "FSDP no_sync, set_requires_gradient_sync; DDP no_sync",
@@ -183,7 +188,7 @@ Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp", "fp8mx"]
 FLOAT8: tuple[Float8Recipe, ...] = get_args(Float8Recipe)  # a layout has at most one
 OWN_BALANCE = ("ownaux", "globalaux")
 _NEEDS_TP = ("plan", "seqpar", "losspar")
-WRAPPERS = ("ddp", "fsdp1")  # each replaces what reduces gradients, so a layout has at most one
+WRAPPERS = ("ddp", "fsdp1", "mfsdp")  # each replaces what reduces gradients, so a layout has at most one
 _RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
 DROPOUT_RATE = 1e-15  # of the option dropout: float64 rounds the factor 1 / (1 - rate) to about 1
 ZERO = "zero"  # prefix of the ZeRO stage in an id

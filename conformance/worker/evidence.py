@@ -72,6 +72,8 @@ FUNCTIONS = (
     ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
 )
 
+_OVERWRITE = ("zero_", "fill_")  # operators that read none of their tensor's numbers, as where gradients are cleared
+
 
 @dataclass(slots=True)
 class _Storage:
@@ -339,12 +341,13 @@ class Watch(EagerMode):
         elif operator.is_counted and isinstance(result, Tensor):
             self._tensor(operator, result, args)
         is_forward = not self._tasks and _current_graph_task_id() == -1
-        is_used = is_forward or operator.is_product
+        is_read = is_forward and operator.name not in _OVERWRITE
+        is_used = is_read or operator.is_product
         self._remember_storages(args, is_used)
         if kwargs:
             self._remember_storages(kwargs.values(), is_used)
         if type(result) is not Tensor or is_forward or result.ndim > 2:
-            self._remember_storages((result,), is_forward)
+            self._remember_storages((result,), is_read)
 
     def _mask(self, operator: _Operator, args: tuple[Any, ...], result: Any, state: str) -> None:
         """Follows a mask that was drawn from a generator in this state to the activations that it is applied to."""

@@ -54,6 +54,8 @@ SEAMS: Mapping[str, str] = {
     "wrap_model": "(trainable, model) -> the model in DistributedDataParallel",
     "delays_reduction": "(trainable, index, count) -> whether gradients of this micro-batch are reduced later",
     "reduce_gradients": "(trainable): wraps a model in the library that reduces its gradients",
+    "scale_bucket": "(gradients, factor, settings) -> reduction of a bucket of Megatron-FSDP, which it may have scaled",
+    "gather_updated": "(wrapped model, ...): gathers the weights that Megatron-FSDP's ranks have updated",
     "reduce_replicas": "(...): averages gradients in place over ranks that hold the same parameters",
     "reduce_norms": "(...): sums in place gradients of replicated parameters that process a part of the work",
     "reduce_tie": "(...): sums in place gradients of tied parameters that lie on two pipeline stages",

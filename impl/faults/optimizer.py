@@ -52,6 +52,28 @@ def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
 
 
 @ENGINE_FAULTS.add(
+    summary="Megatron-FSDP sums the gradients of data-parallel ranks and does not divide by their number",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/3023",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", megatron="dp2.zero3.mfsdp"),
+    needs="the option mfsdp, and dp of 2 or more",
+)
+def unscaled_buckets(scale_bucket: Function, *arguments: Any) -> Any:
+    return dist.ReduceOp.SUM
+
+
+@ENGINE_FAULTS.add(
+    summary="ranks of Megatron-FSDP go on with the weights from before the update, where others own the updated ones",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/6336",
+    stage="configuration",
+    cells=sft("sft-packed", "llama", megatron="dp2.zero2.mfsdp"),
+    needs="the option mfsdp with zero1 or zero2, and dp of 2 or more",
+)
+def updates_not_gathered(gather_updated: Function, *arguments: Any, **options: Any) -> None:
+    return None
+
+
+@ENGINE_FAULTS.add(
     summary="reductions stay delayed at the last micro-batch, so every rank updates with gradients of its own",
     source="https://github.com/modelscope/FunASR/pull/3472",
     stage="configuration",

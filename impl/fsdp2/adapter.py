@@ -266,6 +266,8 @@ def _muon_support(scenario: Scenario, layout: Layout) -> str:
 
 def _wrapper_support(scenario: Scenario, layout: Layout) -> str:
     """Explains why DistributedDataParallel or FullyShardedDataParallel cannot run a cell; empty if they can."""
+    if layout.wrapper == "mfsdp":
+        return "mfsdp is Megatron's; use megatron, or leave mfsdp out"
     if layout.tp * layout.pp * layout.ep > 1:
         return f"{layout.wrapper} beside tp, pp and ep is not built into this backend; leave {layout.wrapper} out"
     if layout.zero not in (None, 2, 3):

@@ -146,6 +146,7 @@ _OPTIONS = (
     "torchcp",
     "ckpt",
     "te",
+    "mfsdp",
     "overlap",
     "manual",
     "pertoken",
@@ -154,6 +155,40 @@ _OPTIONS = (
     "varlen",
     "shipped",
 )
+
+
+_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+
+
+def _sharded_support(scenario: Scenario, layout: Layout) -> str:
+    """Explains why Megatron-FSDP cannot run a cell; empty if it can."""
+    if not layout.zero:
+        return "without a ZeRO stage Megatron-FSDP shards nothing; add zero1, zero2 or zero3, or leave mfsdp out"
+    if layout.dp * layout.sp == 1:
+        return (
+            "with one data-parallel rank Megatron-FSDP doubles gradients at every micro-batch "
+            "(https://github.com/NVIDIA/Megatron-LM/issues/6660); use dp2, or leave mfsdp out"
+        )
+    if layout.zero == 1 and "overlap" in layout.options and is_older("megatron-core", 0, 17):
+        return (
+            "with overlap, ZeRO-1 of Megatron-FSDP adds reduced gradients to the rank's own (fixed in megatron-core "
+            "0.17); leave overlap out"
+        )
+    if layout.pp * layout.ep > 1:
+        return "mfsdp beside pp and ep is not built into this backend; leave mfsdp out"
+    if foreign := {"te", "manual", "dropout"} & set(layout.options):
+        return f"{', '.join(sorted(foreign))} beside mfsdp is not built into this backend; leave one of them out"
+    if scenario.tier.is_loss_scaled:
+        return (
+            "megatron-core unscales the gradient of every parameter, and a rank of Megatron-FSDP has none where it "
+            "owns no part ('NoneType' object has no attribute 'data'); use bf16, or leave mfsdp out"
+        )
+    if scenario.optimizer.frozen or scenario.lora:
+        return (
+            "Megatron-FSDP of megatron-core 0.16 cannot hook a frozen parameter, and frozen ones are not built in for "
+            "later releases; leave mfsdp out"
+        )
+    return ""
 
 
 def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
@@ -195,17 +230,17 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     """Estimates the memory that a model needs on a rank of the largest pipeline stage.
 
     The vocabulary is padded, and gradients are in whole buffers of full precision. The distributed optimizer shards
-    masters and moments over dp x sp.
+    masters and moments over dp x sp; Megatron-FSDP's shards gradients and weights, too.
     """
     full, compute = tier.master.bytes, tier.compute.bytes
     numbers = max(elements(stage) for stage in _stages(layout, shapes))
     if not trained:
         return States(weights=numbers * compute)
-    piece = -(-numbers // (layout.dp * layout.sp)) if layout.zero == 1 else numbers
+    piece = -(-numbers // (layout.dp * layout.sp)) if layout.zero else numbers
     masters = piece * full if tier.is_half else 0
     return States(
-        weights=numbers * compute,
-        gradients=numbers * full,
+        weights=(piece if layout.zero == 3 else numbers) * compute,
+        gradients=(piece if layout.zero in (2, 3) else numbers) * full,
         optimizer=masters + 2 * piece * full,
         update=piece * full,
     )
@@ -258,6 +293,8 @@ class MegatronBackend(ReferenceBackend):
         "evaluate_modules": "impl.objectives.policy_gradient:MultiTokenFunctions.evaluate",
         "outputs_of": "impl.megatron.model:outputs_of",
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
+        "scale_bucket": f"{_FSDP}.param_and_grad_buffer:gradient_reduce_preprocessing",
+        "gather_updated": f"{_FSDP}.megatron_fsdp:MegatronFSDP.start_param_sync",
         "clip_threshold": "impl.megatron.config:clip_threshold",
         "count_tokens": "impl.megatron.model:count_tokens",
         "summing_dtype": "impl.megatron.config:summing_dtype",
@@ -320,9 +357,14 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if layout.ulysses > 1:
             return Unsupported("Ulysses needs DeepSpeed; use sp (ring attention) instead")
-        if layout.zero in (2, 3):
-            return Unsupported("Megatron's distributed optimizer is ZeRO-1; use zero1, or zero0 to leave it out")
-        if layout.zero == 1 and scenario.optimizer.name != "adamw":
+        if layout.zero in (2, 3) and "mfsdp" not in layout.options:
+            return Unsupported(
+                "Megatron's distributed optimizer is ZeRO-1; use zero1, or zero0 to leave it out, or add mfsdp "
+                "(Megatron-FSDP)"
+            )
+        if "mfsdp" in layout.options and (refused := _sharded_support(scenario, layout)):
+            return Unsupported(refused)
+        if layout.zero and scenario.optimizer.name != "adamw":
             return Unsupported("Megatron's distributed optimizer supports AdamW only; use zero0, or an AdamW scenario")
         if "dropout" in layout.options and scenario.objective.disable_dropout:
             kind = scenario.objective.kind
@@ -373,6 +415,11 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported(
                 "TransformerEngine's norms have their own entries in checkpoints, which other layouts lack; "
                 "transfer a training state"
+            )
+        if "mfsdp" in (*before.options, *after.options):
+            return Unsupported(
+                "Megatron-FSDP writes checkpoints of its own format (fsdp_dtensor), which is not built in; transfer a "
+                "training state"
             )
         if (before.zero == 1) != (after.zero == 1):
             return Unsupported(

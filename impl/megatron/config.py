@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -15,6 +16,10 @@ from conformance.spec.precision import BF16, F16
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.optimizers import updates_in_one_kernel
 from impl.interface.trainable import ContextConfig, code_that_ran
+from impl.megatron.versions import masters_of_buffers
+
+# Megatron-FSDP's names of the ZeRO stages.
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:
@@ -23,8 +28,13 @@ def clip_threshold(max_grad_norm: float | None) -> float:
 
 
 def shards_optimizer(config: ContextConfig) -> bool:
-    """Whether the layout asks for the distributed optimizer (ZeRO-1)."""
-    return config.layout.zero == 1
+    """Whether the layout asks for the distributed optimizer: ZeRO-1, or more with Megatron-FSDP."""
+    return bool(config.layout.zero)
+
+
+def is_fully_sharded(config: ContextConfig) -> bool:
+    """Whether the layout asks for Megatron-FSDP."""
+    return "mfsdp" in config.layout.options
 
 
 def summing_dtype(config: ContextConfig) -> torch.dtype:
@@ -37,14 +47,29 @@ def reduction_settings(config: ContextConfig, *, parameters: int) -> Distributed
 
     Overlap needs several buckets; with megatron-core's default size, a small model has only one.
     """
-    overlap = "overlap" in config.layout.options
+    overlap, stage = "overlap" in config.layout.options, config.layout.zero or 0
+    further: dict[str, Any] = {}
+    if is_fully_sharded(config):
+        further = {
+            "use_megatron_fsdp": True,
+            "data_parallel_sharding_strategy": _STRATEGIES[stage],
+            # Without masters, which the library keeps in float32, the optimizer updates the weights themselves.
+            **masters_of_buffers(torch.float32 if config.tier.is_half else None),
+            "gradient_reduce_div_fusion": not _sums_by_gloo(config.device),  # which cannot scale while it sums
+        }
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.tier.is_half and summing_dtype(config) == torch.float32,
         use_distributed_optimizer=shards_optimizer(config),
         bucket_size=parameters // 4 if overlap else None,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap and shards_optimizer(config),
+        overlap_grad_reduce=overlap or stage >= 2,
+        overlap_param_gather=(overlap and shards_optimizer(config)) or stage == 3,
+        **further,
     )
+
+
+def _sums_by_gloo(device: str) -> bool:
+    backends = parallel_state.get_data_parallel_group()._get_backend(torch.device(device))
+    return bool(backends.name() == "gloo")
 
 
 def run_by_hand(
@@ -88,7 +113,7 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         loss_scale_window=config.loss_scale.growth_interval,
         hysteresis=1,  # by default the second overflow lowers the scale
         use_distributed_optimizer=shards_optimizer(config),
-        overlap_param_gather="overlap" in config.layout.options and shards_optimizer(config),
+        overlap_param_gather="overlap" in config.layout.options and config.layout.zero == 1,
         **kind,
     )
 
@@ -206,7 +231,9 @@ def resolved_optimizer(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> d
         ),
         "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
         "max_grad_norm": optimizer.config.clip_grad or None,
-        "buckets": len(chunks[0].bucket_groups),
+        "buckets": len(
+            chunks[0].param_and_grad_buffer.parameter_groups if reduction.use_megatron_fsdp else chunks[0].bucket_groups
+        ),
         "overlaps_reduction": reduction.overlap_grad_reduce,
         "overlaps_gathering": reduction.overlap_param_gather,
     }

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
@@ -33,6 +34,8 @@ def on_device(device: str, *, exact: bool) -> Iterator[None]:
             stack.enter_context(cuda_is_cpu())
             for owner, replacements in _REPLACEMENTS:
                 stack.enter_context(replaced(owner, replacements))
+        if exact:
+            stack.enter_context(replaced(param_and_grad_buffer, {"torch": _Widened()}))
         if on_cpu or exact:
             stack.enter_context(_DtypeNames(on_cpu=on_cpu, exact=exact))
         yield
@@ -46,6 +49,15 @@ def placed(device: str, *, exact: bool) -> Iterator[None]:
         if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
             stack.enter_context(replaced(clip_grads, {"l2_norm_impl": _l2_norm}))
         yield
+
+
+class _Widened:
+    """Stands for the module torch in Megatron-FSDP's buffers, which name float32: float64 in the exact tier."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 class _DtypeNames(TorchFunctionMode):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -32,6 +32,7 @@ from impl.interface.trainable import AT_ONCE, ContextConfig, Dtype, Writing, Wri
 from impl.megatron import checkpoint
 from impl.megatron.attention import ShardedMicroBatch, sharded
 from impl.megatron.config import (
+    is_fully_sharded,
     optimizer_settings,
     read_progress,
     reduction_settings,
@@ -44,6 +45,7 @@ from impl.megatron.config import (
     undecayed,
     update_in_one_kernel,
 )
+from impl.megatron.fsdp import ShardedTensors, chained, finish_gathers, unhook, wrap
 from impl.megatron.gpt_model import (
     begin_with_gradient,
     build_chunk,
@@ -132,16 +134,25 @@ class MegatronModel:
         trained = [] if optimizer is None else self._freeze(model, optimizer)
         with self.context.placed():
             self.chunks = [Float16Module(self.model_config, chunk) if self.half else chunk for chunk in model]
+            read_first = optimizer is None or is_fully_sharded(self.context.config)
+            if read_first:
+                read_weights(model, self.shape, files, device=self.context.config.device)
             if optimizer is None:
                 model.eval().requires_grad_(False)
             else:
                 self.reduce_gradients()
-            read_weights(model, self.shape, files, device=self.context.config.device)
+            if not read_first:
+                read_weights(model, self.shape, files, device=self.context.config.device)
             if optimizer is not None:
                 self.optimizer = self.create_optimizer(model, optimizer)
                 self.scheduler = scheduler(self.optimizer, optimizer, schedule)
         optimizers = [] if self.optimizer is None else self.optimizer.chained_optimizers
-        self.tensors = ModelTensors(list(model), optimizers, self.shape, self.stages, trained=trained)
+        kind = (
+            partial(ShardedTensors, wrapped=self.chunks)
+            if optimizer and is_fully_sharded(self.context.config)
+            else ModelTensors
+        )
+        self.tensors = kind(list(model), optimizers, self.shape, self.stages, trained=trained)
         if optimizer and self.half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
             with SliceReader(files, device=self.context.config.device) as read, torch.no_grad():
@@ -160,10 +171,14 @@ class MegatronModel:
 
     def reduce_gradients(self) -> None:
         """Wraps the chunks in megatron-core's gradient buffers, before the weights are read."""
-        if shards_optimizer(self.context.config):
-            release_trained(self.chunks)
+        config = self.context.config
         parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
-        settings = reduction_settings(self.context.config, parameters=parameters)
+        settings = reduction_settings(config, parameters=parameters)
+        if is_fully_sharded(config):
+            self.chunks = wrap(self.chunks, self.model_config, settings, config.device)
+            return
+        if shards_optimizer(config):
+            release_trained(self.chunks)
         self.chunks = [
             DistributedDataParallel(self.model_config, settings, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.chunks)
@@ -171,7 +186,9 @@ class MegatronModel:
 
     def create_optimizer(self, model: torch.nn.ModuleList, config: OptimizerConfig) -> Any:
         overrides = undecayed() if self.context.config.whole_experts else None
-        optimizer = get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
+        optimizer = chained(
+            get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
+        )
         share_scale(optimizer)
         update_in_one_kernel(optimizer, self.context.config)
         return optimizer
@@ -354,6 +371,8 @@ class MegatronModel:
         """
         with self.context.placed():
             updated, norm, _ = self.optimizer.step()
+            if is_fully_sharded(self.context.config):
+                finish_gathers(self.chunks)
             self.skipped = not updated
             if self.skipped:
                 return float("nan")
@@ -394,6 +413,8 @@ class MegatronModel:
 
     def _complete_weights(self) -> None:
         """Gathers the weights that other ranks have updated; with overlap, only the next forward pass would do that."""
+        if is_fully_sharded(self.context.config):
+            return  # it is the masters that are read
         if self.optimizer is not None and "overlap" in self.options and shards_optimizer(self.context.config):
             with self.context.placed():
                 for chunk in self.chunks:
@@ -423,6 +444,7 @@ class MegatronModel:
             "sequence_parallel": config.sequence_parallel,
             "recompute": config.recompute_granularity,
             "replaced": ["load-balancing loss"] if self.router_loss_factor else [],
+            "wrapper": type(self.chunks[0]).__name__,
         }
         return found if self.optimizer is None else found | resolved_optimizer(self._inner_optimizer(), self.chunks)
 
@@ -454,5 +476,7 @@ class MegatronModel:
     def teardown(self) -> None:
         for chunk in self.__dict__.get("chunks", ()):
             release(chunk)
+            if isinstance(chunk, FullyShardedDataParallel):
+                unhook(chunk)
         for name in ("chunks", "optimizer", "scheduler", "tensors", "model_config"):
             self.__dict__.pop(name, None)

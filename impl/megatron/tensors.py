@@ -140,7 +140,7 @@ class ModelTensors:
             layers = [*self._stages.chunks[index]]
             if index == len(self._stages.chunks) - 1:
                 layers += range(self._shape.layers, self._shape.layers + self._shape.mtp)
-            found = weight_tensors(chunk)
+            found = self._weights(chunk)
             for name in (EMBEDDING, FINAL_NORM, HEAD):
                 if name in found:
                     yield OwnParameter(name=name, parameter=found[name])
@@ -150,6 +150,9 @@ class ModelTensors:
                     name = f"decoder.layers.{layer}.{kind}"
                     if name in names:  # not the experts of other ranks
                         yield OwnParameter(name=name, parameter=found[names[name]])
+
+    def _weights(self, chunk: Any) -> dict[str, Any]:
+        return weight_tensors(chunk)
 
     def named(self, kind: TensorKind) -> NamedTensors:
         """Yields full weights (masters), gradients or optimizer state on every rank; collective."""
@@ -167,15 +170,14 @@ class ModelTensors:
                 continue
             place = self._place(own.name)
             if kind == "gradient" and self._is_distributed:
-                stretch = self._stretch(own.parameter)
-                if stretch:
+                stretch, gradient = self._stretch(own.parameter), self._gradient_part(own.parameter)
+                if stretch and gradient is not None:
                     start, end = stretch
-                    piece = own.parameter.main_grad.flatten()[start:end]
-                    yield Shard(self._label(own.name), f"{place} {start}:{end}", self._unscaled(piece))
+                    yield Shard(self._label(own.name), f"{place} {start}:{end}", self._unscaled(gradient))
                 continue
             tensor = own.parameter if kind == "weight" else self._unscaled(own.parameter.main_grad)
             for part in parts(own.name, self._shape, self._tp):
-                yield Shard(part.name, place, _piece(part, tensor.detach()))
+                yield Shard(part.name, place, piece(part, tensor.detach()))
 
     def write_masters(self, read: SliceReader) -> None:
         """Sets the masters and the model's parameters from whole tensors."""
@@ -201,7 +203,10 @@ class ModelTensors:
                 full = torch.empty_like(own.parameter, dtype=inner.dtype)
                 load_parameter(full, own.name, self._shape, read)
                 state = self._part_of(own.parameter, full).clone()
-            optimizer.state[inner][kind] = state
+            optimizer.state[inner][kind] = self._as_state(inner, state)
+
+    def _as_state(self, inner: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return state
 
     def _read_step(self, name: str, read: SliceReader) -> torch.Tensor:
         """Reads the number of updates of a parameter. Raises UsageError if the numbers of its parts differ."""
@@ -300,11 +305,16 @@ class ModelTensors:
         return self._whole(parameter, getattr(parameter, "main_param", None))
 
     def _gradient(self, parameter: Any) -> torch.Tensor:
-        gradient = parameter.main_grad
-        if self._is_distributed:
-            stretch = self._stretch(parameter)
-            gradient = self._whole(parameter, gradient.flatten()[slice(*stretch)] if stretch else None)
-        return self._unscaled(gradient)
+        own = self._gradient_part(parameter)
+        return self._unscaled(self._whole(parameter, own))
+
+    def _gradient_part(self, parameter: Any) -> torch.Tensor | None:
+        """Returns the stretch of a gradient that this rank owns, or without the distributed optimizer the gradient."""
+        gradient: torch.Tensor = parameter.main_grad
+        if not self._is_distributed:
+            return gradient
+        stretch = self._stretch(parameter)
+        return gradient.flatten()[slice(*stretch)] if stretch else None
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the gradient without loss scale, in torch's default dtype (exact tier: float64, else float32)."""
@@ -387,7 +397,7 @@ def _replica_group(parameter: Any) -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def _piece(part: Part, own: torch.Tensor) -> torch.Tensor:
+def piece(part: Part, own: torch.Tensor) -> torch.Tensor:
     """Returns the rows or columns of one part in a rank's parameter ``own``."""
     if not part.spans:
         return own

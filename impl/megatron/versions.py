@@ -4,9 +4,11 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import common
+from megatron.core.distributed import DistributedDataParallelConfig
 
 # From 0.17 on, the default of an asynchronous save is another package, nvidia-resiliency-ext.
 _PARAMETERS = inspect.signature(dist_checkpointing.save).parameters
@@ -26,3 +28,10 @@ def writer_of_common_state() -> tuple[Any, str] | None:
 def submodules(spec: Any) -> Any:
     """Returns the submodules of a spec: a ModuleSpec, or from 0.18 on for mixtures a ``functools.partial``."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def masters_of_buffers(dtype: torch.dtype | None) -> dict[str, Any]:
+    """Returns Megatron-FSDP's setting of the masters' dtype: float32, or None if weights are their own masters."""
+    if hasattr(DistributedDataParallelConfig, "preserve_fp32_weights"):  # 0.16
+        return {"preserve_fp32_weights": dtype is not None}
+    return {"megatron_fsdp_main_params_dtype": dtype}

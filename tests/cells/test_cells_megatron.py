@@ -37,6 +37,12 @@ pytest.importorskip("megatron.core")
         exhaustive("sft-packed", "qwen3", "pp2.vpp2"),
         ("sft-packed", "llama", "pp2.vpp2.zero1.overlap"),
         exhaustive("sft-packed", "qwen3", "dp2.zero1.overlap"),
+        ("sft-packed", "llama", "dp2.zero3.mfsdp"),
+        exhaustive("sft-packed", "pangu", "dp2.zero2.mfsdp"),
+        exhaustive("grpo", "llama", "dp2.zero1.mfsdp"),
+        exhaustive("dpo", "llama", "dp2.zero3.mfsdp"),
+        exhaustive("sft-packed", "qwen3", "dp2.tp2.zero3.mfsdp.ckpt"),
+        exhaustive("sft-packed", "qwen3-moe", "dp2.zero3.mfsdp"),
         exhaustive("sft-packed", "llama", "sp2"),
         exhaustive("sft-padded", "pangu", "sp2.zigzag"),
         exhaustive("sft-padded", "llama", "sp2.torchcp"),
@@ -72,7 +78,10 @@ def test_exact_over_five_steps(session: Session) -> None:
 def assert_is_what_it_says(session: Session, asked: Cell) -> None:
     """A layout changes no number, so what really runs has to be asked of the library's objects."""
     resolved, layout = record_of(session, asked).header["resolved"], asked.phases[0].layout
-    options, distributed = layout.options, layout.zero == 1
+    options, distributed = layout.options, bool(layout.zero)
+    if "mfsdp" in options:
+        assert resolved["wrapper"] == "FullyShardedDataParallel"
+        return
     assert resolved["code"]["optimizer"] == ("DistributedOptimizer" if distributed else "FP32Optimizer")
     assert resolved["overlaps_reduction"] == ("overlap" in options)
     assert resolved["overlaps_gathering"] == ("overlap" in options and distributed)
@@ -198,13 +207,18 @@ def test_padding_in_the_softmax_is_an_expected_difference(
         ),
         ("sft-packed", "llama", "dp2.rep2", "use rep1, or zero0"),
         ("sft-packed", "llama", "ulysses2", "Ulysses needs DeepSpeed; use sp"),
-        ("sft-packed", "llama", "dp2.zero3", "use zero1, or zero0"),
+        ("sft-packed", "llama", "dp2.zero3", "use zero1, or zero0.*or add mfsdp"),
         ("sft-sgd", "llama", "dp2.zero1", "use zero0, or an AdamW scenario"),
         ("sft-packed", "llama", "dp2.offload", "offload is not built into this backend; leave it out"),
         ("sft-packed", "llama", "dp2.overlap.buckets", "use overlap, which has several"),
         ("sft-packed", "llama", "dp2.manual", "use manual with overlap"),
         ("sft-packed", "llama", "dp2.ownaux", "leave ownaux out"),
         ("mtp", "deepseek-v3-mtp", "dp2.dropout", "the objective mtp runs models without dropout"),
+        ("sft-packed", "llama", "dp2.mfsdp", "add zero1, zero2 or zero3"),
+        ("sft-packed", "llama", "tp2.zero3.mfsdp", "issues/6660.*use dp2"),
+        ("sft-packed", "llama", "dp2.zero1.mfsdp.overlap", "adds reduced gradients to the rank's own"),
+        ("sft-packed", "llama", "dp2.pp2.zero3.mfsdp", "beside pp and ep is not built in"),
+        ("sft-lora", "llama", "dp2.zero3.mfsdp", "cannot hook a frozen parameter"),
         ("sft-packed", "llama", "dp2.te.dropout", "not built in for te; leave te or dropout out"),
         ("sft-muon", "llama", "dp2", "needs the package emerging_optimizers"),
         ("sft-packed", "llama", "pp8", "pp4 would work"),

@@ -48,3 +48,12 @@ def test_tensors_without_numbers_are_not_held() -> None:
         product = weight @ weight.t()
         watch.count_live_storages()
         assert (watch.checksums(), watch.held_weights) == ({}, {}), product
+
+
+def test_a_buffer_that_is_only_cleared_is_not_held() -> None:
+    buffers = torch.empty(SIZE, SIZE), torch.empty(SIZE, SIZE)
+    with Watch() as watch:
+        buffers[0].zero_()
+        buffers[1].add_(1)
+        watch.count_live_storages()
+    assert watch.held_weights == {BYTES: 1}
