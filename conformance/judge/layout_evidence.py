@@ -400,7 +400,8 @@ def _of_data_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Siz
     if "leaf" in layout.options and shards > 1 and alone and sizes.linear.passes_all(sizes.layers):
         # Backward passes only: forward passes may also evaluate a rollout or count the tokens of experts.
         passes = [where for where in ranks.passes() if where.startswith("backward")]
-        gathered = max((ranks.most(("all_gather", "broadcast"), shards, _only(one)) for one in passes), default=0)
+        size = layout.hpz if layout.hpz > 1 else shards
+        gathered = max((ranks.most(("all_gather", "broadcast"), size, _only(one)) for one in passes), default=0)
         together = sizes.layers <= gathered <= sizes.layers + AROUND
         yield TOGETHER, together
     if data > 1 and alone:
@@ -434,9 +435,10 @@ def _of_shares(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, 
         # Ranks with sharded weights hold a share of them, and small buffers such as position tables; so the bound is
         # halfway to whole weights. Tensor-parallel ranks hold some weights whole, so there the bound is the amount
         # that pure tensor parallelism would hold.
-        most = sizes.weights * width * ((1 + 1 / shards) / 2 if model == 1 else 1 / model)
+        share = 1 / shards + (1 / layout.hpz if layout.hpz > 1 else 0)
+        most = sizes.weights * width * ((1 + share) / 2 if model == 1 else 1 / model)
         held = ranks.held_weights()
-        if held:
+        if held and share < 1:
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most
 
 

@@ -262,7 +262,13 @@ def exchange_claims(
         again = LEAST * accumulation * linear.passed / layout.tp / layout.pp
         kinds = (*_GATHERS, *(_GATHERED_BYTES if "fp8gather" in layout.options else ()))
         gathered = step.moved(kinds, in_backward, partial(_is_of_data, layout, step))
-        yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
+        if layout.hpz > 1:
+            among = step.moved(kinds, in_backward, _of_second_copy(layout, step))
+            yield at_least(f"{layout.hpz} ranks gather weights for the backward pass, as hpZ has it", among, again)
+        if layout.hpz in (1, shards_of(layout)):
+            yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
+        else:
+            yield below("other ranks gather no weights for the backward pass, as hpZ has it", gathered, 1)
     if "fp8gather" in layout.options and shards_of(layout) > 1:
         yield from _gathers_of_float8(layout, step, linear, layers=layers, trained=trained, number_bytes=number_bytes)
     yield from _of_micro_batches(layout, step, trained=trained, accumulation=accumulation)
@@ -447,6 +453,12 @@ def _is_of_data(layout: Layout, step: Step, group: Sequence[int]) -> bool:
     return len(group) == shards_of(layout) and (not _rows_tell(layout, step) or step.has_other_rows(group))
 
 
+def _of_second_copy(layout: Layout, step: Step) -> Callable[[Sequence[int]], bool]:
+    """Tells which groups may keep a second copy of weights together. Ranks of one sequence do, too."""
+    rows_tell = layout.sp * layout.ulysses == 1 and step.has_rows
+    return lambda group: len(group) == layout.hpz and (not rows_tell or step.has_other_rows(group))
+
+
 def _rows_tell(layout: Layout, step: Step) -> bool:
     """Tells whether ranks that share weights have other rows, and the backend shows them."""
     return layout.data > layout.rep and step.has_rows
@@ -483,6 +495,9 @@ def not_proven(
     yield "bytes of gradients", is_cut and stage in (2, 3)
     yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or keeps_weights(layout, scenario))
     yield "share of each rank in attention", layout.tp * layout.sp * layout.ulysses > 1
+    keys = {layout.sp} if {"ckpt", "torchcp"} & options else set()
+    hidden = layout.hpz in {shards_of(layout), *keys, *([layout.tp] if layout.sp * layout.ulysses > 1 else ())}
+    yield "second copy of the weights", layout.hpz > 1 and hidden
     yield "which ranks are replicas", layout.rep > 1 and layout.rep == shards_of(layout)
     yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)
     yield "leaf", "leaf" in options and (layout.world_size > layout.data or not linear.passes_all(layers))

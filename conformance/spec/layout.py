@@ -31,6 +31,11 @@ AXES: Mapping[str, Term] = {
         "replicas among the data-parallel ranks; 1 < rep < dp is hybrid sharding (HSDP)",
         "torchtitan data_parallel_replicate_degree; DeepSpeed mics_shard_size",
     ),
+    "hpz": Term(
+        "ranks that keep a second copy of the weights between them, from a forward pass to the update, and gather it "
+        "in backward passes (ZeRO++ hpZ, arXiv 2306.10209)",
+        "DeepSpeed zero_hpz_partition_size",
+    ),
     "ep": Term(
         "expert-parallel ranks: each has its own rows, and its own experts in every layer",
         "Megatron expert_model_parallel_size; torchtitan expert_parallel_degree; DeepSpeed ep_size",
@@ -202,11 +207,13 @@ class Layout:
     The world size is dp x ep x tp x sp x ulysses x pp. ``zero``: the ZeRO stage (Rajbhandari et al., arXiv 1910.02054;
     see ZERO_STAGES); None: the backend's default.
     Raises UsageError if an axis is not positive, if there are more ranks than MOST_RANKS, if ``rep`` does not divide
-    ``dp``, for an unknown ZeRO stage, and for an option that is unknown, has no axis to act on, or contradicts another.
+    ``dp``, if ``hpz`` does not divide the ranks that share weights or the stage is not 3, for an unknown ZeRO stage,
+    and for an option that is unknown, has no axis to act on, or contradicts another.
     """
 
     dp: int = 1
     rep: int = 1
+    hpz: int = 1
     ep: int = 1
     tp: int = 1
     sp: int = 1
@@ -223,12 +230,21 @@ class Layout:
                 raise UsageError(
                     f"{axis}={size}: every axis of a layout needs at least one rank; use {axis}1 or leave it out"
                 )
-        if (most := max(self.world_size, self.rep, self.stride, self.vpp)) > MOST_RANKS:
+        if (most := max(self.world_size, self.rep, self.hpz, self.stride, self.vpp)) > MOST_RANKS:
             raise UsageError(f"{most} ranks or parts are more than any machine has ({MOST_RANKS}); use smaller numbers")
         if self.dp % self.rep:
             raise UsageError(
                 f"rep={self.rep} does not divide dp={self.dp} (dp counts replicas x shards); "
                 f"use rep{_divisor(self.dp, self.rep)}"
+            )
+        if (shards := self.dp * self.sp * self.ulysses) % self.hpz:
+            raise UsageError(
+                f"hpz={self.hpz} does not divide dp x sp x ulysses={shards}, the ranks that share weights; "
+                f"use hpz{_divisor(shards, self.hpz)}"
+            )
+        if self.hpz > 1 and self.zero in (0, 1, 2):
+            raise UsageError(
+                f"zero{self.zero} shards no weights, of which hpz keeps a copy; use zero3, or leave hpz out"
             )
         if self.zero is not None and self.zero not in ZERO_STAGES:
             raise UsageError(f"there is no ZeRO stage {self.zero}; use zero0, zero1, zero2 or zero3, or leave it out")

@@ -124,8 +124,8 @@ class DeepspeedBackend(ReferenceBackend):
     )
     expected = EXPECTED
     lacking_optimizers: ClassVar = {
-        "muon": "by DeepSpeed 0.19.8's source the orthogonalized update stands where the gradient was, so the norm and "
-        "the clipping are those of the update"
+        "muon": "at ZeRO 1 to 3 DeepSpeed reports and clips by the norm of the orthogonalized updates, which is not "
+        "modelled (docs/findings/deepspeed-muon-norm.md)"
     }
     seams: ClassVar[dict[str, str]] = {
         **SHARED_SEAMS,
@@ -136,7 +136,12 @@ class DeepspeedBackend(ReferenceBackend):
         "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
         "end_backward": "deepspeed.runtime.engine:DeepSpeedEngine._backward_epilogue",
         "copy_offloaded": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition",
+        "forget_second_copy": (
+            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor"
+        ),
+        "cut_second_copy": "deepspeed.runtime.zero.partition_parameters:Init._partition_param_sec",
         "average_bucket": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.average_tensor",
+        "counts_in_norm": "deepspeed.runtime.zero.stage_1_and_2:is_model_parallel_parameter",
         "clip_threshold": "impl.deepspeed.config:clip_threshold",
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
         "forget_overflow": "impl.deepspeed.model:forget_overflow",
@@ -156,6 +161,11 @@ class DeepspeedBackend(ReferenceBackend):
             return Unsupported(f"AutoTP does not know how the plan of {kind} shards experts; use tp1, or fsdp2")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
+        if layout.hpz > 1 and layout.tp > 1 and "shipped" in layout.options:
+            return Unsupported(
+                "DeepSpeed's groups for hpZ mix parts of tensor parallelism (docs/findings/deepspeed-hpz-autotp.md), "
+                "and this is not modelled; leave shipped out"
+            )
         if foreign := [option for option in layout.options if option not in _OPTIONS]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if "offload" in layout.options and layout.zero == 0:

@@ -146,6 +146,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     # ZeRO-1 in bf16 has its own class: whole gradients in float32, those of autograd beside them, and no bucket.
     has_own_class = stage == 1 and tier.compute == BF16 and not offloads
     gathered = live if stage == 3 and pieces > 1 else 0
+    gathered += -(-count // layout.hpz) * compute if layout.hpz > 1 else 0  # the second copy
     bucket = 0 if has_own_class else BUCKET * (compute if stage == 2 else full)
     weights = (piece if stage == 3 else count) * compute
     gradients = count * (full + compute) if has_own_class else piece * full
@@ -294,6 +295,8 @@ def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
         # gathered; DeepSpeed's own layers keep none. Compiled layers keep the parameter itself, and with DeepSpeed's
         # own layers torch 2.11 loses their gradients (docs/findings/deepspeed-compiled-biases.md).
         zero["memory_efficient_linear"] = "compile" not in config.layout.options
+        if config.layout.hpz > 1:
+            zero["zero_hpz_partition_size"] = config.layout.hpz
     if "offload" in config.layout.options:
         device = {"device": "cpu", "pin_memory": config.device != "cpu"}
         zero |= {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})}

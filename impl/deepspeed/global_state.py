@@ -31,24 +31,41 @@ from conformance.core.errors import UsageError
 from conformance.spec.layout import Layout
 from impl.engine.optimizers import sums_of_squares
 
-_open: list[tuple[int, int]] = []  # (tp, ulysses) of each open context
+_open: list[Layout] = []  # of each open context: what decides about process groups
 _undo = contextlib.ExitStack()  # the calls to make when the last context leaves
 
 
 def enter(device: str, layout: Layout) -> None:
     """Makes DeepSpeed use the initialised default process group, on ``device``.
 
-    Raises UsageError if a context with another tp or ulysses is open, because DeepSpeed has one set of process groups.
+    Raises UsageError if a context with another tp, ulysses or hpz is open, because DeepSpeed has one set of process
+    groups.
     """
-    cut = (layout.tp, layout.ulysses)
-    if any(other != cut for other in _open):
+    cut = Layout(dp=layout.hpz, tp=layout.tp, ulysses=layout.ulysses, hpz=layout.hpz)
+    if any(known != cut for known in _open):
+        axes = ("tp", "ulysses", "hpz")
+        other, own = (".".join(f"{axis}{getattr(one, axis)}" for axis in axes) for one in (_open[0], cut))
         raise UsageError(
-            f"DeepSpeed keeps its process groups in globals, and a context with tp{_open[0][0]}.ulysses{_open[0][1]} "
-            f"is open; tear it down before you set up tp{cut[0]}.ulysses{cut[1]}, or use the same tp and ulysses"
+            f"DeepSpeed keeps its process groups in globals, and a context with {other} is open; tear it down before "
+            f"you set up {own}, or use the same tp, ulysses and hpz"
         )
     if not _open:
         _set_up(device)
     _open.append(cut)
+
+
+def group_second_copies(layout: Layout) -> None:
+    """Groups ``hpz`` ranks with the same part of tensor parallelism, for ZeRO++'s second copies of weights; collective.
+
+    DeepSpeed takes the group that is there. With AutoTP it would group ranks that follow each other, which have
+    different parts, and an engine without an optimizer cannot make groups (docs/findings/deepspeed-hpz-autotp.md).
+    """
+    for first in range(0, dist.get_world_size(), layout.hpz * layout.tp):
+        for part in range(layout.tp):
+            ranks = list(range(first + part, first + layout.hpz * layout.tp, layout.tp))
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
 
 
 def leave() -> None:

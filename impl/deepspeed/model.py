@@ -352,6 +352,8 @@ class DeepspeedContext(ReferenceContext):
         sizes = (layout.dp, layout.sp, layout.ulysses, layout.tp)
         kind = torch.device(self.config.device).type
         self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp", "sp", "ulysses", "tp"))
+        if layout.hpz > 1:
+            global_state.group_second_copies(layout)
         self.data_rank, self.data_size = self.mesh.get_local_rank("dp"), layout.dp
         if layout.sp * layout.ulysses > 1:
             self.setup_ring_attn()

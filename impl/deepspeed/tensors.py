@@ -188,6 +188,7 @@ def _fill_computed_with(name: str, parameter: Any, place: RankPlace, read: ReadR
     """Sets this rank's piece of the compute weight."""
     if hasattr(parameter, "ds_id"):
         parameter.partition()  # a parameter left whole, as small ones are after a pass, would keep its numbers
+        parameter.ds_secondary_tensor = None  # a second copy (hpZ) would keep them, too
     _, own = _own_computed_with(parameter, place)
     place.fill(own.view(-1), name, parameter, place.start(parameter), read)
 

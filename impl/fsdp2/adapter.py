@@ -161,6 +161,8 @@ class Fsdp2Backend(ReferenceBackend):
             return Unsupported(refused)
         if scenario.optimizer.name == "muon" and (refused := _muon_support(scenario, layout)):
             return Unsupported(refused)
+        if layout.hpz > 1:
+            return Unsupported("only DeepSpeed keeps second copies of weights (hpZ); leave hpz out")
         if layout.ulysses > 1:
             return Unsupported("only DeepSpeed has Ulysses; use context parallelism (sp) instead")
         if layout.wrapper:

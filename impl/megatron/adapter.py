@@ -355,6 +355,8 @@ class MegatronBackend(ReferenceBackend):
             return lacking
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
+        if layout.hpz > 1:
+            return Unsupported("second copies of weights (hpZ) need DeepSpeed; leave hpz out")
         if layout.ulysses > 1:
             return Unsupported("Ulysses needs DeepSpeed; use sp (ring attention) instead")
         if layout.zero in (2, 3) and "mfsdp" not in layout.options:

@@ -157,7 +157,7 @@ def test_the_first_of_two_contexts_leaves_the_other_intact(pool: Pool, tmp_path:
 
 def test_what_one_process_cannot_hold_at_a_time_is_refused(pool: Pool, tmp_path: Path) -> None:
     for said in in_ranks(pool, tmp_path, "refusals", "ulysses2.zero1"):
-        assert "use the same tp and ulysses" in said[0]
+        assert "use the same tp, ulysses and hpz" in said[0]
         assert "use models with the same heads" in said[1]
 
 

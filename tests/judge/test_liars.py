@@ -58,6 +58,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("DeepspeedRunsStage0", "dp2.zero1", "updated weights are gathered"),
         slow("DeepspeedRunsStage1", "dp2.zero2", "gradients of every micro-batch are reduced"),
         exhaustive("DeepspeedRunsStage2", "dp2.zero3", "weights are gathered for the forward pass"),
+        ("DeepspeedKeepsNoSecondCopy", "dp4.hpz2", "2 ranks gather weights for the backward pass"),
         exhaustive("Fsdp2ReplicatesItsWeights", "dp2", "weights are gathered for the forward pass"),
         exhaustive("Fsdp2ReplicatesItsWeights", "dp2.tp2.seqpar", "no rank holds whole weights"),
         exhaustive("DeepspeedRunsStage3", "dp2.zero1", "weights are whole in the forward pass"),

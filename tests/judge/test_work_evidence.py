@@ -49,7 +49,8 @@ def honest(layout: Layout) -> Ranks:
         moved[0][-1] = ACCUMULATION * TRAINED // layout.tp
         if layout.zero == 3:
             moved.append(["all_gather", sharing, "forward", 1, TRAINED // layout.tp])
-            moved.append(["all_gather", sharing, "backward 0", 4, ACCUMULATION * LINEAR.layers // layout.tp])
+            among = data[place // layout.hpz * layout.hpz :][: layout.hpz] if layout.hpz > 1 else sharing
+            moved.append(["all_gather", among, "backward 0", 4, ACCUMULATION * LINEAR.layers // layout.tp])
         if layout.tp > 1:
             moved.append(["reduce_scatter", model, "forward", 4, 4 * activations])
         if layout.sp > 1:
@@ -168,6 +169,21 @@ def gathers(elements: int) -> Callable[[Ranks], None]:
 gathers_weights, gathers_metrics = gathers(TRAINED), gathers(3)
 
 
+def gathers_over_all(ranks: Ranks) -> None:
+    for rank in ranks:
+        next(entry for entry in rank["moved"] if entry[2] == "backward 0")[1] = list(range(len(ranks)))
+
+
+def gathers_over_neighbors(ranks: Ranks) -> None:
+    """As DeepSpeed with AutoTP: ranks with different parts of a weight (docs/findings/deepspeed-hpz-autotp.md)."""
+    for number, rank in enumerate(ranks):
+        next(entry for entry in rank["moved"] if entry[2] == "backward 0")[1] = [number // 2 * 2, number // 2 * 2 + 1]
+
+
+def gathers_one_over_all(ranks: Ranks) -> None:
+    ranks[0]["moved"].append(["all_gather", list(range(len(ranks))), "backward 1", 1, 10])
+
+
 def gathers_bytes(elements: int, *passes: str, numbers: int = LINEAR.outside) -> Callable[[Ranks], None]:
     """Turns gathers of the backward pass into some of bytes, adds such gathers to other passes, and leaves gathers of
     numbers in the forward pass."""
@@ -224,8 +240,9 @@ def multiplies_in_float8(ranks: Ranks, error: float | str) -> None:
     ranks[0] |= {"float8": 1, "float8_error": error}
 
 
-AGAIN, IN_FLOAT8, AS_NUMBERS = (
+AGAIN, AMONG, IN_FLOAT8, AS_NUMBERS = (
     "weights are gathered again for the backward pass, as ZeRO-3 has it",
+    "2 ranks gather weights for the backward pass, as hpZ has it",
     "weights are gathered in float8",
     "weights in float8 are not gathered as numbers",
 )
@@ -271,6 +288,14 @@ AGAIN, IN_FLOAT8, AS_NUMBERS = (
         ("dp2.zero3", keeps, ""),
         ("dp4.tp2.zero3", keeps, ""),
         ("dp4.tp2.zero3", moves_little("all_gather", "backward"), AGAIN),
+        ("dp4.hpz2.zero3", keeps, ""),
+        ("dp4.hpz2.zero3", moves_little("all_gather", "backward"), AMONG),
+        ("dp4.hpz2.zero3", gathers_over_all, AMONG),
+        ("dp4.hpz2.zero3", gathers_one_over_all, "other ranks gather no weights for the backward pass, as hpZ has it"),
+        ("dp2.hpz2.zero3", moves_little("all_gather", "backward"), AGAIN),
+        ("dp4.hpz2.tp2.zero3", keeps, ""),
+        ("dp4.hpz2.tp2.zero3", gathers_over_neighbors, AMONG),
+        ("dp2.hpz2.sp2.zero3", keeps, ""),
         ("sp2.ring.zero3", moves_little("all_gather", "backward"), AGAIN),
         ("dp2.zero3", gathers_bytes(LINEAR.layers, "forward"), AGAIN),
         ("dp2.zero1", gathers_bytes(TRAINED, "forward", "later"), ""),  # no weights
@@ -440,6 +465,8 @@ TOKENS = "which tokens each rank holds, and their order"
         ("dp2.zero3.offload", {"offload", STATES, "bytes of gradients", "bytes of weights"}),
         ("sp2.zero3.ckpt", {TOKENS, "weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
         ("dp2.sp2.zero3.ckpt", {TOKENS, STATES, "bytes of gradients", ATTENTION}),
+        ("dp4.hpz2.zero3", {STATES, "bytes of gradients"}),
+        ("dp2.hpz2.zero3", {STATES, "bytes of gradients", "second copy of the weights"}),
         ("dp4.rep2.zero3", {STATES, "bytes of gradients", "which ranks are replicas"}),
         ("dp2.zero1.overlap", {STATES}),
         ("pp2.zero1.overlap.manual", {"manual", "overlap"}),

@@ -13,6 +13,7 @@ from conformance.spec.layout import Layout
         "dp2",
         "tp2",
         "dp4.rep2",
+        "dp4.hpz2",
         "dp4.rep2.ep2.tp2",
         "dp2.tp2.sp2",
         "dp2.zero0",
@@ -49,6 +50,8 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
     [
         ("dp0", "dp=0: every axis of a layout needs at least one rank; use dp1"),
         ("dp4.rep3", r"rep=3 does not divide dp=4 .*use rep2"),
+        ("dp4.hpz3", r"hpz=3 does not divide dp x sp x ulysses=4, .*use hpz2"),
+        ("dp4.hpz2.zero2", "zero2 shards no weights, of which hpz keeps a copy; use zero3"),
         ("dp2.dp4", "names dp twice"),
         ("zz2", "'zz2' is neither an axis with a size"),
         ("dp2.fast", "'fast' is neither an axis .* nor an option"),

@@ -382,6 +382,12 @@ class MegatronRunsPlainStages(RunsAnotherLayout, MegatronBackend):
         return dataclasses.replace(layout, vpp=1)
 
 
+class DeepspeedKeepsNoSecondCopy(RunsAnotherLayout, DeepspeedBackend):
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        return dataclasses.replace(layout, hpz=1)
+
+
 class CutsRows(RunsAnotherLayout):
     """Gives whole rows to ranks that should share them along the sequence."""
 
