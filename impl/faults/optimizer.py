@@ -211,6 +211,30 @@ def unmarked_shards(mark_cut_gradients: Function, *arguments: Any) -> None:
 
 
 @ENGINE_FAULTS.add(
+    summary="ZeRO++'s second copy of weights outlives the update, so it is stale from the second step on",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/4851",
+    stage="configuration",
+    cells=sft("sft-packed", "llama", deepspeed="dp4.hpz2"),
+    needs="hpz of 2 or more",
+)
+def second_copy_stale(forget_second_copy: Function, *arguments: Any) -> None:
+    pass
+
+
+@ENGINE_FAULTS.add(
+    summary="ranks cut their part of ZeRO++'s second copy of weights by their number among all ranks",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/6659",
+    stage="log-probs",
+    cells=sft("sft-packed", "llama", deepspeed="dp4.hpz2"),
+    needs="hpz of 2 or more, and fewer than the ranks that share weights",
+)
+def second_copy_of_another_group(cut_second_copy: Function, owner: Any, *arguments: Any, **options: Any) -> None:
+    own, owner.rank_in_group = owner.rank_in_group, owner.rank
+    cut_second_copy(owner, *arguments, **options)
+    owner.rank_in_group = own
+
+
+@ENGINE_FAULTS.add(
     summary="AdamW counts one step before the first one, so all its updates are scaled wrongly",
     source="docs/findings/deepspeed-zero0-half.md",
     stage="clipped update",

@@ -114,9 +114,9 @@ def stage_local_layers(layer_numbers: Function, chunk: Any) -> list[int]:
     summary="the gradient norm counts parameters that all tensor-parallel ranks hold once per rank",
     source="https://github.com/NVIDIA-NeMo/RL/issues/3788",
     stage="gradient norm",
-    cells=sft("sft-sgd", "llama", megatron="tp2"),
+    cells=sft("sft-sgd", "llama", deepspeed="tp2.zero2", megatron="tp2"),
     blind=("loss",),
-    needs="tp of 2 or more",
+    needs="tp of 2 or more, with DeepSpeed zero1 or zero2",
 )
 def duplicates_counted(counts_in_norm: Function, *args: Any, **kwargs: Any) -> bool:
     return True
