@@ -70,7 +70,7 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False,
 
 def is_older(package: str, *version: int) -> bool:
     """Returns whether the installed package is older than this version, by its first numbers."""
-    return tuple(map(int, metadata.version(package).split(".")[: len(version)])) < version
+    return tuple(map(int, re.findall(r"\d+", metadata.version(package))[: len(version)])) < version
 
 
 def compile_support(scenario: Scenario, layout: Layout) -> Support:
