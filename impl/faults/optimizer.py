@@ -211,10 +211,11 @@ def unmarked_shards(mark_cut_gradients: Function, *arguments: Any) -> None:
 
 
 @ENGINE_FAULTS.add(
-    summary="ZeRO++'s second copy of weights outlives the update, so it is stale from the second step on",
+    summary="ZeRO++'s second copy of weights is kept when weights are loaded or updated, so it is stale",
     source="https://github.com/deepspeedai/DeepSpeed/issues/4851",
     stage="configuration",
     cells=sft("sft-packed", "llama", deepspeed="dp4.hpz2"),
+    blind=(),
     needs="hpz of 2 or more",
 )
 def second_copy_stale(forget_second_copy: Function, *arguments: Any) -> None:
@@ -226,6 +227,7 @@ def second_copy_stale(forget_second_copy: Function, *arguments: Any) -> None:
     source="https://github.com/deepspeedai/DeepSpeed/issues/6659",
     stage="log-probs",
     cells=sft("sft-packed", "llama", deepspeed="dp4.hpz2"),
+    blind=(),
     needs="hpz of 2 or more, and fewer than the ranks that share weights",
 )
 def second_copy_of_another_group(cut_second_copy: Function, owner: Any, *arguments: Any, **options: Any) -> None:

@@ -59,7 +59,6 @@ BELOW: dict[str, PrecisionName] = {
 }
 # Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
 LATER = {
-    "second-copy-stale": 2,
     "rate-of-transposed": 2,
     "schedule-per-micro-batch": 2,
     "clip-always": 3,
