@@ -31,6 +31,16 @@ REMEDY = {
 }
 
 
+def release() -> None:
+    """Forgets process groups, also those of releases that have no function for it."""
+    groups = deepspeed.utils.groups
+    if hasattr(groups, "_release_process_group_references"):
+        groups._release_process_group_references()
+    else:
+        for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"):
+            setattr(groups, name, None)
+
+
 class OfPublishedCode(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """As model code on the hub has it, which came before plans of layers."""
 
@@ -52,7 +62,7 @@ def whole_and_cut(kind: Any, *, remedied: bool) -> tuple[int, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     cut = sum(engine.module.get_parameter(name).shape != shape for name, shape in shapes.items())
-    deepspeed.utils.groups._release_process_group_references()
+    release()
     return len(shapes), cut
 
 

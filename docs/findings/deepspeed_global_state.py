@@ -23,9 +23,18 @@ import torch.multiprocessing as mp  # noqa: E402
 import transformers  # noqa: E402
 from deepspeed.module_inject import set_autotp_mode  # noqa: E402
 from deepspeed.runtime.zero import parameter_offload  # noqa: E402
-from deepspeed.utils import groups  # noqa: E402
 
 LINEAR = torch.nn.functional.linear
+
+
+def release() -> None:
+    """Forgets process groups, also those of releases that have no function for it."""
+    groups = deepspeed.utils.groups
+    if hasattr(groups, "_release_process_group_references"):
+        groups._release_process_group_references()
+    else:
+        for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"):
+            setattr(groups, name, None)
 
 
 def one_step(stage: int, tensor_parallel: bool) -> Any:
@@ -51,7 +60,7 @@ def one_step(stage: int, tensor_parallel: bool) -> Any:
 
 def clean_up() -> None:
     """The remedy, as in impl/deepspeed/global_state.py."""
-    groups._release_process_group_references()
+    release()
     set_autotp_mode(training=False)
     parameter_offload.FWD_MODULE_STACK.clear()
     torch.nn.functional.linear = LINEAR
