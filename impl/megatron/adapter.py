@@ -282,7 +282,8 @@ class MegatronBackend(ReferenceBackend):
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
     lacking_optimizers: ClassVar = {
-        "muon": "megatron-core's needs the package emerging_optimizers, which this backend does not drive"
+        "muon": "megatron-core's needs the package emerging_optimizers (0.3.0: Python 3.12, triton, float32 matrices "
+        "only), which this backend does not drive"
     }
     conventions: ClassVar = (RouterLossByMicroBatch(), RouterLossSoFar())
     seams: ClassVar[dict[str, str]] = {
