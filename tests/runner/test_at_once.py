@@ -31,7 +31,7 @@ PLAIN = BackendEntry(name="plain", target="plain_backend:Plain")
 
 @pytest.mark.parametrize("fitting", [1, 2])
 def test_lanes_run_cells_at_once_as_memory_allows(
-    fitting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fitting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cells = [
         make_cell("sft-sgd", "llama", "dp2", "exact", backend=PLAIN, seed=seed, rows=6, steps=1) for seed in range(3)
@@ -60,6 +60,7 @@ def test_lanes_run_cells_at_once_as_memory_allows(
         session.run_all(cells, progress=done.append)
     assert [one.verdict.state for one in done] == ["conforms"] * 3, [one.verdict.reason for one in done]
     assert max(at_once) == fitting
+    assert caplog.text.count("memory suffices for 1 cells at once, not for 2") == (fitting < 2)
     assert read_output_json(out / "summary.json")["leased"] == {}
     verdicts = [read_entry(session.folder(cell) / "verdict.json").verdict for cell in cells]
     rejudge(out)  # in this process

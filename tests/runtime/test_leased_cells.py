@@ -337,15 +337,16 @@ def test_a_rank_that_dies_harms_no_task_beside_it(pool: Pool, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("adapter", "state", "where"),
+    ("adapter", "state", "reason", "where"),
     [
-        ("KilledAlways", "infrastructure", {"gpus": GPUS}),
-        ("KilledOnce", "conforms", {"gpus": shares_of(GPUS, 2)}),  # two cells on each GPU
-        ("KilledOnce", "conforms", {"lanes": 2}),
+        ("KilledAlways", "infrastructure", "rank 0 was killed by SIGKILL", {"gpus": GPUS}),
+        ("KilledOnce", "conforms", "rank 0 was killed by SIGKILL", {"gpus": shares_of(GPUS, 2)}),  # two cells on each
+        ("FullOnce", "conforms", "rank 0 ran out of memory", {"gpus": shares_of(GPUS, 2)}),
+        ("KilledOnce", "conforms", "rank 0 was killed by SIGKILL", {"lanes": 2}),
     ],
 )
 def test_a_failure_is_tried_again_once_and_told(
-    adapter: str, state: str, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapter: str, state: str, reason: str, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside others on a GPU or on processors, alone. The verdict says that it had failed before."""
     monkeypatch.setenv("KILLED", str(tmp_path / "killed"))
@@ -364,5 +365,5 @@ def test_a_failure_is_tried_again_once_and_told(
         entry = read_entry(session.folder(cell) / "verdict.json")
     assert entry.before == ("infrastructure",)
     assert entry.other is not None
-    assert "rank 0 was killed by SIGKILL" in entry.other.verdict.reason
+    assert reason in entry.other.verdict.reason
     assert ran == [False, where != {"gpus": GPUS}]

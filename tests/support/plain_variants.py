@@ -184,6 +184,16 @@ class KilledOnce(Plain):
         return super().setup(*arguments)
 
 
+class FullOnce(Plain):
+    """Finds no memory in its first cell, as where another cell fills the GPU; ``KILLED`` remembers it, as above."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        if not Path(os.environ["KILLED"]).exists():
+            Path(os.environ["KILLED"]).touch()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().setup(*arguments)
+
+
 class KilledAlways(Plain):
     """Is killed in every cell."""
 
