@@ -81,7 +81,6 @@ class Session:
             gpus=where.oracles,
             packed=where.is_packed,
         )
-        self._oracles.prepare()
         self._expectations = Expectations(self._refusals)
         several = self._at_once.is_parallel and config.oracle_lanes > 1
         self._judges = self._made_judges() if several else None
@@ -126,6 +125,7 @@ class Session:
         Raises UsageError if memory or disk do not suffice, and Unwritable if the output folder is not writable any
         more.
         """
+        self._oracles.prepare()
         timeline.switch("announce")
         self.announce(cells)
         timeline.switch("prepare")
@@ -181,6 +181,7 @@ class Session:
 
     def begin(self, cells: Sequence[Cell]) -> None:
         """Starts the cells in parallel; ``run`` waits for them. Raises UsageError as ``run_all`` does."""
+        self._oracles.prepare()
         self._prepare(cells)
         self._begun = dict(self._at_once.begin(cells, self._timed, ready=self._ready))
 

@@ -19,6 +19,7 @@ from conformance.core.host import FIXTURES
 from conformance.matrix.options import Ranks, Selection
 from conformance.records.record_format import dumps, number
 from conformance.results.history import read_baseline
+from conformance.runtime.forkserver_client import Forkservers
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 
@@ -334,6 +335,15 @@ def test_a_run_inside_the_model_folder_is_refused_and_copies_nothing(
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_listing_cells_starts_no_process_of_ranks(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would import torch and transformers, in more processor seconds than listing takes."""
+    started: list[object] = []
+    monkeypatch.setattr(Forkservers, "prepare", lambda *call: started.append(call))
+    monkeypatch.setattr(Forkservers, "of", lambda *call: started.append(call))
+    assert cli.main(["list", "--profile", profile]) == 0
+    assert not started
 
 
 def test_list_and_doctor_speak_json(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
