@@ -169,10 +169,10 @@ def _sharded_support(scenario: Scenario, layout: Layout) -> str:
             "with one data-parallel rank Megatron-FSDP doubles gradients at every micro-batch "
             "(https://github.com/NVIDIA/Megatron-LM/issues/6660); use dp2, or leave mfsdp out"
         )
-    if layout.zero == 1 and "overlap" in layout.options and is_older("megatron-core", 0, 17):
+    if "overlap" in layout.options:
         return (
-            "with overlap, ZeRO-1 of Megatron-FSDP adds reduced gradients to the rank's own (fixed in megatron-core "
-            "0.17); leave overlap out"
+            "with zero2 and zero3 Megatron-FSDP overlaps by itself; with zero1 and overlap it adds reduced gradients "
+            "to the rank's own (fixed in megatron-core 0.17); leave overlap out"
         )
     if layout.pp * layout.ep > 1:
         return "mfsdp beside pp and ep is not built into this backend; leave mfsdp out"
