@@ -203,8 +203,8 @@ class _Rows:
 
     def pad(self, x: Tensor) -> Tensor:
         padded = x.new_zeros(self.real.numel(), *x.shape[1:])
-        return padded.index_copy_(0, self._among, x[self._at]).view(*self.real.shape, *x.shape[1:])
+        return padded.index_copy_(0, self._among, x.index_select(0, self._at)).view(*self.real.shape, *x.shape[1:])
 
     def put(self, rows: Tensor, x: Tensor) -> None:
         """Writes ``rows`` (documents, longest, ...) to their places in ``x`` (total, ...)."""
-        x.index_copy_(0, self._at, rows.flatten(0, 1)[self._among])
+        x.index_copy_(0, self._at, rows.flatten(0, 1).index_select(0, self._among))
