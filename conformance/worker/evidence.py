@@ -200,6 +200,7 @@ class Watch(EagerMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tokens = tokens
         self.embedded: deque[tuple[int, list[list[int]]]] = deque(maxlen=_LOOKUPS_KEPT)
+        self._indexed = self.embedded.copy()  # by an operator that also selects tokens for experts, so it counts second
         self.gathered: Counter[tuple[tuple[int, ...], tuple[int, ...], int]] = Counter()
         self.leaks: LeakWatch | None = None
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
@@ -403,7 +404,7 @@ class Watch(EagerMode):
                 if (state := self._masks.pop(mask.untyped_storage()._cdata, None)) is not None:
                     self._drop(activations, state)
         if self.tokens and operator.looks_up and where == "forward":
-            self._lookup(args)
+            self._lookup(args, self.embedded if operator.name == "embedding" else self._indexed)
         if operator.is_product and not self._updating:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
@@ -421,11 +422,11 @@ class Watch(EagerMode):
             self.widths.add(width)
             self.lengths.add(length)
 
-    def _lookup(self, args: tuple[Any, ...]) -> None:
+    def _lookup(self, args: tuple[Any, ...], found: deque[tuple[int, list[list[int]]]]) -> None:
         """Remembers the tokens (rows, length) or (length,) that are looked up in a matrix."""
         weight, *at = _tensors(args)
         if len(at) == 1 and weight.ndim == 2 and not at[0].is_floating_point() and at[0].dtype != torch.bool:
-            self.embedded.append((len(weight), at[0].reshape(-1, at[0].shape[-1]).tolist() if at[0].ndim else []))
+            found.append((len(weight), at[0].reshape(-1, at[0].shape[-1]).tolist() if at[0].ndim else []))
 
     def _pass(self) -> str:
         task = _current_graph_task_id()
@@ -459,7 +460,7 @@ class Watch(EagerMode):
             "work": [[*entry] for entry in sorted(self.work.items())],
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
-            **({"embedded": [*self.embedded]} if self.embedded else {}),
+            **({"embedded": [*lookups]} if (lookups := self.embedded or self._indexed) else {}),
             **({"gathered": [[*key, count] for key, count in sorted(self.gathered.items())]} if self.gathered else {}),
             **({"drawn": [[*key, count] for key, count in sorted(self.drawn.items())]} if self.drawn else {}),
         }
