@@ -15,14 +15,20 @@ Tokens = Sequence[int]
 PADDED = -1  # the place of a token that a library may fill with anything
 # Libraries pad each document to a multiple of its pieces, times one of these.
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
+LEFT = -1  # in place of a multiple: rows are padded to equal lengths on the left, as prompts are
 ZIGZAG, CONTIGUOUS, SLICES = "zigzag parts", "contiguous parts", "slices of all tokens"
 HELD = "each rank holds the tokens of its place, in their order"
 NUMBERS = 4  # of a token that ranks of one sequence gather: log-prob and entropy, once or twice
 
 
 def shows_tokens(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Tells whether ranks that share sequences showed the tokens that they look up."""
-    return bool(ranks[0].get("documents")) and any(rank.get("embedded") for rank in ranks)
+    """Tells whether ranks that share sequences showed the tokens of the first micro-batch, each in one lookup.
+
+    Ranks that compute the rows of a micro-batch one after another look up a part of them at a time.
+    """
+    due = sum(len(document) for rows in ranks[0].get("documents", ()) for row in rows for document in row)
+    most = (max((sum(map(len, seen)) for _, seen in rank.get("embedded", ())), default=0) for rank in ranks)
+    return 0 < due <= sum(most)
 
 
 def held_by_layout(layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, bool, str]:
@@ -42,7 +48,7 @@ def held_by_layout(layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> tuple[
 
 def _is_held(layout: Layout, ranks: Sequence[Mapping[str, Any]], order: str) -> bool:
     """Tells whether some way to pad gives every place its tokens, and places are in the order of the ranks."""
-    ways = [0, *MULTIPLES] if order != SLICES else [0]
+    ways = [0, LEFT, *MULTIPLES] if order != SLICES else [0]
     return any(_is_held_padded(layout, ranks, order, multiple) for multiple in ways)
 
 
@@ -77,25 +83,28 @@ def _due(
 ) -> list[int] | None:
     """Returns the tokens of a place, row by row; None where a rank's tokens cannot have this ``shape``.
 
-    multiple: documents are padded to that many times their pieces; 0: rows are padded to equal lengths, as ``shape``
-    tells. Slices have the documents of all rows laid end to end.
+    multiple: documents are padded to that many times their pieces; 0 or LEFT: rows are padded to equal lengths, as
+    ``shape`` tells. Slices have the documents of all rows laid end to end.
     """
     ring, slice_ = divmod(place, layout.ulysses)
     whole = shape[1] * layout.sp * layout.ulysses
     if order == SLICES:
         lines = [[token for row in rows for document in row for token in document]]
-    elif multiple:
+    elif multiple > 0:
         lines = [list(document) for row in rows for document in row]
     else:
         lines = [[token for document in row for token in document] for row in rows]
-    if not multiple and (shape[0] != len(lines) or max(map(len, lines)) > whole):
+    if multiple <= 0 and (shape[0] != len(lines) or max(map(len, lines)) > whole):
         return None
     pieces = layout.sp * (2 if order == ZIGZAG else 1)
-    lengths = [-(-len(line) // (pieces * multiple)) * pieces * multiple if multiple else whole for line in lines]
+    lengths = [-(-len(line) // (pieces * multiple)) * pieces * multiple if multiple > 0 else whole for line in lines]
     if any(length % pieces for length in lengths):
         return None
-    cut = [_cut(line, length, ring, pieces, layout.sp) for line, length in zip(lines, lengths, strict=True)]
-    if multiple:  # what is left of the shape is padding
+    cut = [
+        _cut(line, length, ring, pieces, layout.sp, left=multiple == LEFT)
+        for line, length in zip(lines, lengths, strict=True)
+    ]
+    if multiple > 0:  # what is left of the shape is padding
         cut = [[token for own in cut for token in own]]
         if len(cut[0]) > whole // layout.sp:
             return None
@@ -103,9 +112,10 @@ def _due(
     return [token for own in cut for token in own[slice_ * share : (slice_ + 1) * share]]
 
 
-def _cut(line: list[int], length: int, ring: int, pieces: int, size: int) -> list[int]:
+def _cut(line: list[int], length: int, ring: int, pieces: int, size: int, *, left: bool) -> list[int]:
     """Returns the part of a ring's rank of tokens that are padded to ``length``: one of its pieces, or two of them."""
-    padded = line + [PADDED] * (length - len(line))
+    padding = [PADDED] * (length - len(line))
+    padded = padding + line if left else line + padding
     part = length // pieces
     own = (ring,) if pieces == size else (ring, pieces - 1 - ring)
     return [token for piece in own for token in padded[piece * part : (piece + 1) * part]]
@@ -114,12 +124,15 @@ def _cut(line: list[int], length: int, ring: int, pieces: int, size: int) -> lis
 def _fits(seen: Sequence[Tokens], due: list[int] | None, begins: Sequence[int], of_rows: int) -> bool:
     """Tells whether tokens that were looked up in ``of_rows`` rows, from one of ``begins`` on, are those that are due.
     Tokens of other rows show as 0."""
-    if due is None or sum(map(len, seen)) < len(due):
+    tokens = [token for row in seen for token in row]
+    if due is None or len(tokens) < len(due):
         return False
+    if not any(token != PADDED for token in due):  # any tokens would fit
+        return len(set(tokens)) == 1
     return any(
         all(
             wanted == PADDED or token == (wanted - begin if 0 <= wanted - begin < of_rows else 0)
-            for token, wanted in zip((token for row in seen for token in row), due, strict=False)
+            for token, wanted in zip(tokens, due, strict=False)
         )
         for begin in begins
     )

@@ -55,6 +55,7 @@ _LINEAR = ("mm", "addmm", "linear", "_scaled_mm")  # the last one in float8
 _PART = 256  # rows and columns of a product in float8 that are multiplied again
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 _LOOKUPS = ("embedding", "index")  # operators by which libraries look up the rows of an embedding
+_PADDED_ROWS = 128  # Megatron pads the vocabulary of each tensor-parallel rank to a multiple of them
 _LOOKUPS_KEPT = 16  # of a rollout's forward passes too; the last ones are those that are trained
 _DROPS_ALONE = ("dropout", "attention")  # in the names of operators that draw a mask and apply it
 # Methods with which a caller, not the library, tells which micro-batches come before the last: module, class, method.
@@ -157,6 +158,25 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
     return Collective(kind, ranks, tensor.dtype, elements, tuple(smallest.shape))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """Tells a model's embedding of ``rows`` times ``columns`` numbers, or the part of it on one of ``tp`` ranks, from
+    other matrices."""
+
+    rows: int
+    columns: int
+    tp: int
+
+    def may_be(self, matrix: Tensor) -> bool:
+        """Tells whether a matrix has the size of the embedding or of a part of it, padded as libraries pad."""
+        if matrix.ndim != 2 or matrix.shape[1] != self.columns:
+            return False
+        part = -(-self.rows // self.tp)
+        return (
+            part <= len(matrix) <= part + _PADDED_ROWS or self.rows <= len(matrix) <= self.rows + _PADDED_ROWS * self.tp
+        )
+
+
 class Watch(EagerMode):
     """Counts collectives and matrix products inside its ``with`` block.
 
@@ -186,8 +206,9 @@ class Watch(EagerMode):
     float8: number of products that a kernel made of operands in float8. float8_error: their largest distance from the
         product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
-        lists of each row. gathered: number of all-gathers of floating-point numbers in the forward pass, by (ranks of
-        the group, shape of the input, elements). Both only if ``tokens``, as where ranks share sequences.
+        lists of each row. Lookups in other matrices, as of the tokens of an expert, are none.
+    gathered: number of all-gathers of floating-point numbers in the forward pass, by (ranks of the group, shape of the
+        input, elements). Both only if there is an ``embedding``, as where ranks share sequences.
     drawn: number of masks of dropout by (``forward`` or ``recomputed``, digest of the activations that were dropped
         from or an empty text, digest of the random generator before it drew the mask).
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
@@ -196,11 +217,10 @@ class Watch(EagerMode):
         are not used so. Activations do not count: storages that were ever seen as a tensor of three or more dimensions.
     """
 
-    def __init__(self, *, tokens: bool = False) -> None:
+    def __init__(self, *, embedding: Embedding | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tokens = tokens
+        self.embedding = embedding
         self.embedded: deque[tuple[int, list[list[int]]]] = deque(maxlen=_LOOKUPS_KEPT)
-        self._indexed = self.embedded.copy()  # by an operator that also selects tokens for experts, so it counts second
         self.gathered: Counter[tuple[tuple[int, ...], tuple[int, ...], int]] = Counter()
         self.leaks: LeakWatch | None = None
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
@@ -389,7 +409,7 @@ class Watch(EagerMode):
             moved = self.moved.setdefault((kind, found.ranks, "update" if self._updating else where), [0, 0])
             moved[0] += 1
             moved[1] += found.elements
-            if self.tokens and found.kind == "all_gather" and where == "forward":
+            if self.embedding and found.kind == "all_gather" and where == "forward":
                 self.gathered[found.ranks, found.shape, found.elements] += 1
         if found.kind in REDUCTIONS and found.dtype.is_floating_point:
             # The input, which is summed, is at least as large as the output, so these are its elements.
@@ -403,8 +423,8 @@ class Watch(EagerMode):
             for activations, mask in (factors, factors[::-1]):
                 if (state := self._masks.pop(mask.untyped_storage()._cdata, None)) is not None:
                     self._drop(activations, state)
-        if self.tokens and operator.looks_up and where == "forward":
-            self._lookup(args, self.embedded if operator.name == "embedding" else self._indexed)
+        if self.embedding and operator.looks_up and where == "forward":
+            self._lookup(self.embedding, args)
         if operator.is_product and not self._updating:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
@@ -422,11 +442,17 @@ class Watch(EagerMode):
             self.widths.add(width)
             self.lengths.add(length)
 
-    def _lookup(self, args: tuple[Any, ...], found: deque[tuple[int, list[list[int]]]]) -> None:
-        """Remembers the tokens (rows, length) or (length,) that are looked up in a matrix."""
+    def _lookup(self, embedding: Embedding, args: tuple[Any, ...]) -> None:
+        """Remembers the tokens (rows, length) or (length,) that are looked up in the embedding."""
         weight, *at = _tensors(args)
-        if len(at) == 1 and weight.ndim == 2 and not at[0].is_floating_point() and at[0].dtype != torch.bool:
-            found.append((len(weight), at[0].reshape(-1, at[0].shape[-1]).tolist() if at[0].ndim else []))
+        if not embedding.may_be(weight):
+            return
+        known = self._storages.get(weight.untyped_storage()._cdata)
+        if known and known.is_activation and not isinstance(weight, torch.nn.Parameter):
+            return
+        if len(at) == 1 and not at[0].is_floating_point() and at[0].dtype != torch.bool and at[0].numel():
+            tokens = at[0].reshape(-1, at[0].shape[-1]) if at[0].ndim else at[0][None, None]
+            self.embedded.append((len(weight), tokens.remainder(len(weight)).tolist()))
 
     def _pass(self) -> str:
         task = _current_graph_task_id()
@@ -460,7 +486,7 @@ class Watch(EagerMode):
             "work": [[*entry] for entry in sorted(self.work.items())],
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
-            **({"embedded": [*lookups]} if (lookups := self.embedded or self._indexed) else {}),
+            **({"embedded": [*self.embedded]} if self.embedded else {}),
             **({"gathered": [[*key, count] for key, count in sorted(self.gathered.items())]} if self.gathered else {}),
             **({"drawn": [[*key, count] for key, count in sorted(self.drawn.items())]} if self.drawn else {}),
         }

@@ -24,7 +24,7 @@ from conformance.backends.protocol import Backend, BackendEntry, Shard, StepMetr
 from conformance.core.packages import package_version
 from conformance.core.timeline import own
 from conformance.matrix.cell import Handover
-from conformance.models.folders import elements_of
+from conformance.models.folders import EMBEDDING, elements_of, weight_shapes
 from conformance.numerics.determinism import settings_of
 from conformance.numerics.float64_tier import LeakWatch, exact_tier
 from conformance.numerics.sketch import kept, key_of, sketched_above
@@ -37,7 +37,7 @@ from conformance.spec.objectives import all_observables
 from conformance.spec.observables import LOGPROBS, MOMENTS, POLICY, STATE_KINDS, Observable, Role, StateKind, model_key
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 from conformance.worker.activation_capture import capturing
-from conformance.worker.evidence import Watch
+from conformance.worker.evidence import Embedding, Watch
 from conformance.worker.phase_spec import PhaseSpec
 from conformance.worker.rank_state import (
     PeakMemory,
@@ -67,7 +67,17 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
         begins = header(phase, adapter)
         begins["environment"] |= stack.enter_context(settings_of(scenario.precision, rank.device))
         above, routed = sketched_above(scenario.sketch, elements_of(models)), is_routed(next(iter(models.values())))
-        observer = _Observer(rank, scenario, layout, begins, phase.record, phase.first_step, above=above, routed=routed)
+        observer = _Observer(
+            rank,
+            scenario,
+            layout,
+            begins,
+            phase.record,
+            phase.first_step,
+            above=above,
+            routed=routed,
+            embedding=_embedding(next(iter(models.values())), layout),
+        )
         # A phase begins and ends with different states of the generators, so that a checkpoint that does not restore
         # them is detected.
         seed_generators(scenario.seed, rank.rank, phase.first_step)
@@ -198,6 +208,14 @@ def header(phase: PhaseSpec, adapter: type[Backend]) -> dict[str, Any]:
     }
 
 
+def _embedding(model: Path, layout: Layout) -> Embedding | None:
+    """Returns the embedding of a model folder, where ranks share sequences; None if its name is not known."""
+    if layout.sp * layout.ulysses == 1:
+        return None
+    shapes = (shape for name, shape in weight_shapes(model).items() if name.endswith(EMBEDDING) and len(shape) == 2)
+    return next((Embedding(rows=rows, columns=columns, tp=layout.tp) for rows, columns in shapes), None)
+
+
 class _Observer:
     """Reads the backend's numbers on all ranks, compares the ranks, and writes the record on rank 0."""
 
@@ -212,12 +230,13 @@ class _Observer:
         *,
         above: float,
         routed: bool,
+        embedding: Embedding | None,
     ) -> None:
         self.above = above  # matrices with more elements are sketched
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
         self.exact, self.seed = scenario.tier.is_exact, scenario.seed
         self.data, self.accumulation = layout.data, scenario.accumulation
-        self.shares_sequences = layout.sp * layout.ulysses > 1
+        self.embedding = embedding
         self.roles = scenario.objective.roles
         self.observables = all_observables(
             scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed
@@ -262,7 +281,7 @@ class _Observer:
         leaks = LeakWatch() if first and self.exact else None
         watching: contextlib.AbstractContextManager[object] = leaks or contextlib.nullcontext()
         if watched:
-            self.watch = Watch(tokens=self.shares_sequences)
+            self.watch = Watch(embedding=self.embedding)
             self.watch.leaks, watching = leaks, self.watch.step()
         trained = {role.name: role for role in self.roles if role.trained}
 
@@ -292,7 +311,7 @@ class _Observer:
         if watched:
             rows = sorted(row for row, t in metrics.rows.get(LOGPROBS.key, {}).items() if t.numel())
             self.evidence.append(self.watch.to_json() | {"step": batch.step, "rows": rows})
-            if self.shares_sequences and self.rank.rank == 0:
+            if self.embedding and self.rank.rank == 0:
                 firsts = first_documents(batch, dp_size=self.data, accumulation=self.accumulation)
                 self.evidence[-1]["documents"] = firsts
         if leaks:

@@ -16,7 +16,7 @@ from conformance.judge.token_evidence import (
 )
 from conformance.spec.batch import Document, Row
 from conformance.spec.layout import Layout
-from conformance.worker.evidence import Collective, Watch
+from conformance.worker.evidence import Collective, Embedding, Watch
 from impl.context_parallel.sequence_sharding import SplitMode, place, shard_inputs
 from impl.interface.micro_batches import collate
 
@@ -120,14 +120,55 @@ def test_numbers_of_tokens_are_told_from_weights() -> None:
     assert gathered_for_tokens(of, rank, lambda group: False) == 0
 
 
-@pytest.mark.parametrize("tokens", [True, False])
-def test_lookups_are_observed_where_ranks_share_sequences(tokens: bool) -> None:
+@pytest.mark.parametrize("shares", [True, False])
+def test_lookups_are_observed_where_ranks_share_sequences(shares: bool) -> None:
+    embedding = Embedding(rows=60, columns=4, tp=1)
     weight, at = torch.rand(60, 4, requires_grad=True), torch.tensor([[3, 5, 59], [1, 0, 2]])
-    with (watch := Watch(tokens=tokens)).step():
-        experts = sum(weight[at[0]].sum() for _ in range(20))  # selects rows as experts do, and is no lookup of tokens
-        (torch.nn.functional.embedding(at, weight).sum() + experts).backward()
+    with (watch := Watch(embedding=embedding if shares else None)).step():
+        (torch.nn.functional.embedding(at, weight) + weight[at]).sum().backward()
         torch.nn.functional.embedding(at + 1 - 1, weight)  # of a later micro-batch
     watch._collective(Collective("all_gather", (0, 1), torch.float32, 12, (1, 6)))
     found = watch.to_json()
-    assert found.get("embedded") == ([(60, at.tolist())] if tokens else None)
+    assert found.get("embedded") == ([(60, at.tolist())] * 2 if shares else None)
     assert found.get("gathered") is None  # after the first backward pass
+
+
+def test_lookups_in_other_matrices_are_none_of_tokens() -> None:
+    """Experts look up their tokens, and kernels the rows of documents, more often than a model its embedding."""
+    weight, at = torch.nn.Parameter(torch.rand(60, 4)), torch.tensor([[3, 5, -1]])
+    with (watch := Watch(embedding=Embedding(rows=120, columns=4, tp=2))).step():
+        states = weight[at].expand(20, 3, 4).contiguous()  # (rows, length, hidden)
+        for _ in range(20):
+            states.view(60, 4)[torch.arange(30)]
+            torch.rand(60, 8)[torch.arange(30)]
+            torch.rand(500, 4)[torch.arange(30)]
+            weight[torch.tensor([], dtype=torch.long)]
+    assert watch.to_json()["embedded"] == [(60, [[3, 5, 59]])]
+
+
+def test_rows_that_are_padded_on_the_left_are_in_order() -> None:
+    of = Layout.parse("ulysses2.zero2")
+    rows = [[1, 2, 3, 4, 5], [6, 7, 8]]
+    padded = [[0, 1, 2, 3, 4, 5], [0, 0, 0, 6, 7, 8]]
+    ranks: list[dict[str, Any]] = [{"embedded": [[60, [row[part : part + 3] for row in padded]]]} for part in (0, 3)]
+    ranks[0]["documents"] = [[[row] for row in rows]]
+    assert held_by_layout(of, ranks)[1]
+    ranks[1]["embedded"][0][1][0][0] += 1
+    assert not held_by_layout(of, ranks)[1]
+
+
+def test_ranks_that_hold_all_tokens_each_do_not_share_them() -> None:
+    for name in ("sp2", "sp2.ring"):
+        tokens = list(range(1, 41))
+        ranks: list[dict[str, Any]] = [{"embedded": [[60, [tokens]]]} for _ in range(2)]
+        ranks[0]["documents"] = [[[tokens]]]
+        assert not held_by_layout(Layout.parse(name), ranks)[1]
+
+
+def test_rows_one_after_another_show_no_micro_batch() -> None:
+    ranks: list[dict[str, Any]] = [
+        {"embedded": [[60, [row]] for row in ([1, 2], [5, 6])]},
+        {"embedded": [[60, [[3, 4]]]]},
+    ]
+    ranks[0]["documents"] = [[[[1, 2, 3, 4]], [[5, 6, 7, 8]]]]
+    assert not shows_tokens(ranks)
