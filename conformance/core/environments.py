@@ -35,7 +35,12 @@ OF_RANKS = ("numpy", "pydantic>=2.10", "safetensors>=0.6", "torch>=2.11")  # wha
 LOCK = "requirements.lock"
 NAME = r"^[A-Za-z0-9][\w.+-]*$"
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
-_TOO_EARLY = ("LD_", "PYTHON")  # the loader and Python read these before any line of Python could set them
+# The loader, the C library and Python read these before any line of Python could set them.
+_TOO_EARLY = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
+# The suite sets these when it starts a rank, or a process of ranks.
+_OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_HOSTID"}
+_OF_PROCESS = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "JE_ARROW_MALLOC_CONF", "TMPDIR", "CUDA_VISIBLE_DEVICES"}
+_OF_SUITE = _OF_RANK | _OF_PROCESS | {"PYTORCH_NVML_BASED_CUDA_CHECK"}
 _SUITE = ("conformance", "impl", "parity", "reports")
 _HASH = " --hash=sha256:"
 _BEST = ("--index-strategy", "unsafe-best-match")  # of all indexes, as pip does
@@ -71,6 +76,8 @@ class Environment:
         for name in self.variables:
             if name.startswith(_TOO_EARLY):
                 raise ValueError(f"{name} is read before a rank could set it; set it for the whole command instead")
+            if name in _OF_SUITE:
+                raise ValueError(f"the suite sets {name}, so that ranks are the same everywhere; leave it out")
 
     @property
     def inherits(self) -> bool:
@@ -131,7 +138,8 @@ def make_environment(wanted: Environment) -> Made:
     """Returns an environment with these requirements, which is made if there is none of its lock. Raises Unmade."""
     lock = _resolved(wanted)
     setting = f"import os; os.environ.update({wanted.variables!r})" if wanted.variables else ""
-    base = "\n".join([lock, _version_of(wanted.executable), *(_inherited() if wanted.inherits else ()), setting])
+    inherited = _inherited() if wanted.inherits else ()
+    base = "\n".join([lock, _version_of(wanted.executable), *inherited, *([setting] if setting else ())])
     folder = cache_folder() / "environments" / hashlib.sha256(base.encode()).hexdigest()[:16]
     made = Made(python=str(folder / "bin" / "python"), lock=lock)
     with locked(folder.with_suffix(".making")):
@@ -141,8 +149,8 @@ def make_environment(wanted: Environment) -> Made:
         make_venv(folder, wanted.executable, pip=False)
         (packages,) = folder.glob("lib/python*/site-packages")
         _add_suite(packages)
-        if wanted.inherits:
-            lines = [f"import site; site.addsitedir({path!r})" for path in _inherited()]
+        if inherited:
+            lines = [f"import site; site.addsitedir({path!r})" for path in inherited]
             write_file(packages / "inherited.pth", "\n".join([*lines, ""]))
         if setting:
             write_file(packages / "variables.pth", f"{setting}\n")

@@ -1,6 +1,8 @@
 """parity matrix and parity blame: cells in environments made on demand, and the release that changed a cell."""
 
+import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 from plain_profile import write_profile
+from pydantic import ValidationError
 from report_sample import write_sample
 from wheels import write_wheel
 
@@ -23,6 +26,7 @@ from conformance.core.environments import Environment, Made, Unmade, read_enviro
 from conformance.core.errors import UsageError
 from conformance.core.process import Stopped, process_state
 from conformance.results.output_folders import EnvironmentRun, write_environment
+from conformance.runtime.preload_server import environment
 from reports.board import Board, columns_of, read_board
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +181,14 @@ def test_wrong_use_of_blame_is_told(stubs: Path, words: list[str], message: str,
         ("[environments.'../a']\nrequirements = []", "should match pattern"),
         ("[environments.a]\nrequirements = []\nvariables = {NCCL_ALGO = 1}", "should be a valid string"),
         ("[environments.a]\nrequirements = []\nvariables = {'A B' = '1'}", "should match pattern"),
-        ("[environments.a]\nrequirements = []\nvariables = {LD_PRELOAD = 'a.so'}", "LD_PRELOAD is read before"),
+        *(
+            (f"[environments.a]\nrequirements = []\nvariables = {{{name} = '1'}}", f"{name} is read before .* whole")
+            for name in ("LD_PRELOAD", "PYTHONPATH", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+        ),
+        *(
+            (f"[environments.a]\nrequirements = []\nvariables = {{{name} = '1'}}", f"the suite sets {name}.*leave it")
+            for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "MASTER_PORT", "NCCL_HOSTID", "TMPDIR")
+        ),
     ],
 )
 def test_a_wrong_file_of_environments_is_told(text: str, message: str, tmp_path: Path) -> None:
@@ -194,6 +205,27 @@ def test_variables_of_an_environment_are_set_in_its_python(tmp_path: Path, monke
         made = environments.make_environment(Environment(requirements=(), variables=variables))
         seen.append(subprocess.run([made.python, "-c", asked], check=True, capture_output=True, text=True).stdout)
     assert seen == ["Ring\n", 'it\'s "Tree"\n', "None\n"]
+
+
+def test_variables_that_the_suite_sets_for_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it takes from the user may be set."""
+    names = environment("cpu").keys() - os.environ.keys() | {"OMP_NUM_THREADS", "PYTHONPATH"}
+    for name in names:
+        monkeypatch.setenv(name, "theirs")
+    mine = {name for name in names if environment("cpu")[name] != "theirs"}
+    assert mine >= {"OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
+    for name in mine:
+        with pytest.raises(ValidationError, match=f"{name}.*(whole command|leave it out)"):
+            Environment(requirements=(), variables={name: "1"})
+    Environment(requirements=(), variables={"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring"})
+
+
+def test_an_environment_without_variables_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another name than that of earlier releases would make each environment again."""
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    made = environments.make_environment(Environment(requirements=()))
+    about = ["", "{}.{}.{}".format(*sys.version_info), *environments._inherited()]
+    assert Path(made.python).parents[1].name == hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize(
