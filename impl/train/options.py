@@ -55,9 +55,8 @@ def train_config(
     models = {role.name: model for role in scenario.objective.roles}
     if command == "ppo":
         models["critic"] = _model(options.critic_pretrain or options.pretrain, options, dry_run=dry_run)
-        _check_vocabulary(
-            models["critic"], "--critic-pretrain", policy=model, why="the critic reads the policy's tokens"
-        )
+        why = "the critic reads the policy's tokens"
+        _check_vocabulary(models["critic"], "--critic-pretrain", policy=model, larger=True, why=why)
     if command == "distillation":
         models["teacher"] = _model(options.teacher_pretrain, options, dry_run=dry_run)
         why = "distillation compares the probabilities of the same tokens"
@@ -88,15 +87,16 @@ def _model(folder: str, options: TrainOptions, *, dry_run: bool) -> Path:
     return model
 
 
-def _check_vocabulary(other: Path, option: str, *, policy: Path, why: str) -> None:
-    """Raises UsageError if the configurations of both models have vocabularies of different sizes."""
+def _check_vocabulary(other: Path, option: str, *, policy: Path, larger: bool = False, why: str) -> None:
+    """Raises UsageError if the vocabulary of ``other`` is of another size by its configuration. larger: it may be
+    larger, which sizes of a family often are by their padding."""
     configs = [read_json(folder / "config.json") for folder in (other, policy)]
     theirs, own = (config.get("text_config", config).get("vocab_size") for config in configs)
-    if theirs != own and None not in (theirs, own):
+    if None not in (theirs, own) and (theirs < own if larger else theirs != own):
         raise UsageError(
             f"{option} {other} has vocab_size {theirs} in its config.json and --pretrain {policy} has {own}, but {why}"
-            f"; give a model with a vocabulary of {own}, or if one is only padded, resize its embeddings "
-            f"(resize_token_embeddings of transformers)"
+            f"; give a model with a vocabulary of {own}{' or more' if larger else ''}, or if one is only padded, "
+            f"resize its embeddings (resize_token_embeddings of transformers)"
         )
 
 

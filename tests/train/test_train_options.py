@@ -441,9 +441,19 @@ def test_a_model_of_another_vocabulary_is_refused(dry_run: bool, command: str, o
     other = tmp_path / "other"
     shutil.copytree(FIXTURES / "models" / "llama", other)
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 421}))
-    with pytest.raises(UsageError, match=rf"{option} .*/other has vocab_size 421 .*/pangu has 400, .*; give a model"):
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 399}))
+    with pytest.raises(UsageError, match=rf"{option} .*/other has vocab_size 399 .*/pangu has 400, .*; give a model"):
         config_of(command, "fsdp2", *TINY, option, str(other), dry_run=dry_run)
+
+
+def test_a_critic_may_have_a_larger_vocabulary(tmp_path: Path) -> None:
+    """As the 7B model of Qwen2.5 has, whose tokens are those of the 1.5B model."""
+    shutil.copytree(FIXTURES / "models" / "llama", tmp_path / "critic")
+    config = json.loads((tmp_path / "critic" / "config.json").read_text())
+    (tmp_path / "critic" / "config.json").write_text(json.dumps(config | {"vocab_size": 528}))
+    config_of("ppo", "fsdp2", *TINY, "--critic-pretrain", str(tmp_path / "critic"), dry_run=True)
+    with pytest.raises(UsageError, match=r"vocab_size 528 .* give a model with a vocabulary of 400, or if"):
+        config_of("distillation", "fsdp2", *TINY, "--teacher-pretrain", str(tmp_path / "critic"), dry_run=True)
 
 
 def test_ranges_of_objectives_are_explained(capsys: Any) -> None:
