@@ -204,18 +204,19 @@ def training_folder(output: OutputConfig) -> TrainingFolder | None:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Writes and loads the checkpoints of one training in ``folder``, if any. All methods are collective."""
+    """Writes and loads the checkpoints of one training in ``folder``, if any. All methods are collective.
+
+    settings: those of ``settings_of`` when the training began, because folders of models may change or go meanwhile.
+    """
 
     backend: ReferenceBackend
-    config: TrainConfig
     folder: TrainingFolder | None
+    settings: dict[str, dict[str, Any]]
 
     def save(self, position: DataPosition) -> None:
         """Writes a checkpoint of the current state; the data before ``position`` has been trained on."""
         assert self.folder
-        about = replace(
-            self.backend.about("native"), data=position, settings=settings_of(self.config.scenario, self.config.models)
-        )
+        about = replace(self.backend.about("native"), data=position, settings=self.settings)
         with self.folder.writing(about) as draft:
             native.write(draft, self.backend.context, self.backend.trained)
 
@@ -267,6 +268,8 @@ def train(config: TrainConfig) -> None:
     inputs = read_inputs(config)
     done = checkpoint[1] if checkpoint else 0
     folders = model_folders(config)
+    kept = config.models if output.ckpt_path else {}
+    settings = on_first("reading frozen models", lambda: settings_of(scenario, kept))
     with contextlib.ExitStack() as stack:
         if scenario.tier.is_exact:
             stack.enter_context(exact_tier())
@@ -275,7 +278,7 @@ def train(config: TrainConfig) -> None:
         adapter = adapter_folder(config, resumes=checkpoint is not None)
         backend = set_up(config, folders, device, adapter)
         source = source_of(config, backend, inputs, device)
-        checkpoints = Checkpoints(backend, config, training_folder(output))
+        checkpoints = Checkpoints(backend, training_folder(output), settings)
         if checkpoint:
             source.position = checkpoints.load(checkpoint[0], source.position)
         training = Training(

@@ -8,8 +8,7 @@ written. Backends load every model from a folder, so all begin with the same wei
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import MISSING, dataclass, fields, replace
 from hashlib import sha256
 from io import SEEK_END
 from itertools import chain
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from pydantic_core import to_jsonable_python
 from safetensors import safe_open
 
 from conformance.backends.protocol import Unsupported, find_backend
@@ -252,7 +252,6 @@ def settings_of(scenario: Scenario, models: Mapping[str, Path]) -> dict[str, dic
     return {**parts, "objective": values["objective"], "models": frozen}
 
 
-@cache
 def _contents(folder: Path) -> str:
     """Returns a digest of the sizes and of both ends of a model's weight files, because whole files are slow to read.
 
@@ -274,17 +273,19 @@ def check_same_settings(
     """Raises UsageError if a training of ``step`` updates cannot go on as configured.
 
     Backends load the optimizer's settings with its state. Another schedule is fine if it goes on with the same rates.
-    Checkpoints of earlier versions do not tell their objective.
+    Checkpoints of earlier versions do not tell their objective; a field that they lack had its default.
     """
     scenario = config.scenario
     now, old = settings_of(scenario, config.models), ScheduleConfig(**before["schedule"])
     if all(old.factor(at) == scenario.schedule.factor(at) for at in range(step, scenario.steps)):
         now = now | {"schedule": dict(before["schedule"])}
+    parts = before.keys() & now.keys() - {"models"}
+    had = {part: {**_defaults(getattr(scenario, part)), **before[part]} for part in parts}
     changes = [
-        f"{part}.{name} {shown(before[part].get(name))}, now {shown(value)}"
+        f"{part}.{name} {shown(had[part].get(name))}, now {shown(value)}"
         for part, values in now.items()
         for name, value in values.items()
-        if part in before and part != "models" and before[part].get(name) != value
+        if part in had and had[part].get(name) != value
     ]
     if changes:
         raise UsageError(
@@ -299,6 +300,11 @@ def check_same_settings(
                 f"{source} was trained with another {name} than the model in {config.models[name]}, by its weight "
                 f"files; resume with the same folder, or begin a new training with the saved model as --pretrain"
             )
+
+
+def _defaults(settings: Any) -> dict[str, Any]:
+    """Returns the defaults of the fields of a dataclass as JSON values."""
+    return {one.name: to_jsonable_python(one.default) for one in fields(settings) if one.default is not MISSING}
 
 
 def check_save_path(config: TrainConfig) -> None:

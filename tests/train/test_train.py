@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,10 +18,11 @@ from train_runs import ADAMW, Trainings, assert_same, lines_of, training, writin
 from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
+from impl.checkpoints.manifest import read_manifest
 from impl.train.config import OutputConfig, TrainConfig, to_json
 from impl.train.experience import IMPORTANCE, LOGPROB_GAP
 from impl.train.flags import REWARDED
-from impl.train.setup import is_value_model
+from impl.train.setup import is_value_model, settings_of
 
 WORDS = FIXTURES / "data" / "word_problems.jsonl"
 
@@ -201,6 +203,27 @@ def test_a_training_does_not_begin_where_another_one_is(trainings: Trainings, tm
     elsewhere = writing_to(config, ckpt_path=tmp_path / "others")
     assert "is the log of another training" in trainings.outcome(elsewhere).reason
     assert len(lines_of(config)) == 1
+
+
+def test_a_frozen_model_may_go_once_it_is_loaded(trainings: Trainings, tmp_path: Path) -> None:
+    """The checkpoint knows it by what it was when the training began."""
+    config = writing_to(training(tmp_path, "grpo", steps=1, objective={"kl_loss_coef": 0.1}), ckpt_path=tmp_path / "at")
+    reference = shutil.copytree(config.models["reference"], tmp_path / "reference")
+    sample = {"question": "2+3=", "answer": "5", "folder": str(reference)}
+    (tmp_path / "x.jsonl").write_text(f"{json.dumps(sample)}\n" * 2)
+    data = replace(config.scenario.data, path=str(tmp_path / "x.jsonl"))
+    assert config.rollout
+    trainings(
+        replace(
+            config,
+            models={**config.models, "reference": reference},
+            scenario=replace(config.scenario, data=data),
+            rollout=replace(config.rollout, reward="reward_functions:by_length"),
+        )
+    )
+    assert not (reference / "model.safetensors").exists()
+    settings = read_manifest(tmp_path / "at" / "step-000001").about.settings
+    assert settings == settings_of(config.scenario, config.models)
 
 
 @pytest.mark.exhaustive

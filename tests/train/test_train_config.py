@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,20 @@ def test_only_a_schedule_of_the_same_rates_is_lengthened(tmp_path: Path, schedul
 def test_a_training_does_not_resume_with_another_objective(tmp_path: Path, before: Any, now: Any, words: str) -> None:
     with refused(words):
         resume(*(training(tmp_path, kind, objective=fields) for kind, fields in (before, now)))
+
+
+@pytest.mark.parametrize(("beta", "words"), [(0.1, ""), (0.5, "objective.beta 0.1, now 0.5")])
+def test_a_field_that_a_checkpoint_lacks_had_its_default(tmp_path: Path, beta: float, words: str) -> None:
+    now = training(tmp_path, "dpo", objective={"beta": beta})
+    default = training(tmp_path, "dpo").scenario
+    before = settings_of(default, now.models)
+    for part in ("optimizer", "schedule", "objective"):
+        known = asdict(getattr(default, part))
+        for field in fields(getattr(default, part)):
+            if field.default is not MISSING and known[field.name] == field.default:
+                before[part].pop(field.name, None)
+    with refused(words):
+        check_same_settings(now, before, step=2, source=tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "role"), [("dpo", "reference"), ("distillation", "teacher")])
