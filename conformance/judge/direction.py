@@ -29,6 +29,7 @@ from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.results.verdict import Quantity
 from conformance.spec.observables import Observable
+from conformance.spec.precision import Precision
 
 # Least part of a whole error that is taken to lie along the reference. Errors of gradients have directions in common:
 # those of the loss or of values scale all of them. An update hardly depends on the direction of its weight.
@@ -110,20 +111,18 @@ class Along:
         part = max(self.part, 2 / math.sqrt(max(1, self.elements)))  # twice what a random direction gives
         return max(independent, part * self.whole, NORM_ROUNDINGS * ROUNDING)
 
-    @property
-    def typical_of_norm(self) -> float:
-        """Returns the least noise of the norm of all tensors: that of their scale, and what errors across add."""
-        return self.typical + self.whole**2 / 2
+    def typical_of_norm(self, shift: float) -> float:
+        """Returns the least noise of the norm of all tensors: that of their scale, at least ``shift``, and what errors
+        across add."""
+        return max(self.typical, shift) + self.whole**2 / 2
 
 
 @dataclass(kw_only=True)
 class Directions:
     """Collects the directions of gradients and weights over the steps of a run; of none in the exact tier, whose one
-    bound is far below any error of a scale. by_probability: the objective weights each token with its probability."""
+    bound is far below any error of a scale."""
 
-    is_exact: bool
-    is_half: bool = False
-    by_probability: bool = False
+    precision: Precision
     part_of_gradients: float = PART_OF_GRADIENTS
     shifts: dict[int, tuple[float, float]] = field(default_factory=dict)  # by step: sums of p * error, and of p
     pools: dict[tuple[str, str, int | None], Along] = field(default_factory=dict)
@@ -131,10 +130,11 @@ class Directions:
 
     def add(self, o: Observable, step: int, own: TensorView, reference: TensorView) -> None:
         """Adds the tensors or rows of one step that both have. Those of a gradient also count over all steps."""
-        if self.is_exact or (o.kind == "rows" and not (self.is_half and o.key.rpartition(".")[2] == ROWS)):
+        is_judged = o.kind != "rows" or (self.precision.is_half and o.key.rpartition(".")[2] == ROWS)
+        if self.precision.is_exact or not is_judged:
             return
         self.last[o.stage] = step
-        if self.by_probability and o.kind == "rows":
+        if o.weights_gradients:
             self._add_probabilities(step, own, reference)
         floor = floor_of_tensors(reference.tensors)
         pooled = step if o.change else None
@@ -144,7 +144,7 @@ class Directions:
             ref = tensor.double().flatten()
             error = own.tensors[name].double().flatten() - ref
             layer = LAYER.search(name)
-            pools: list[tuple[str, int | None]] = [(ALL_STEPS, None)] if self.is_half and not o.change else []
+            pools: list[tuple[str, int | None]] = [(ALL_STEPS, None)] if self.precision.is_half and not o.change else []
             if o.kind == "tensors":
                 pools += [("", step), (f" of {LAYER.sub('*.', name, count=1)}", pooled)]
             if layer and not o.change:
@@ -168,13 +168,15 @@ class Directions:
 
     @property
     def shift(self) -> float:
-        """Returns the largest relative error of the mean probability of a step, to first order in the log-probs."""
-        return max((finite(abs(moved) / (whole or 1.0)) for moved, whole in self.shifts.values()), default=0.0)
+        """Returns the largest relative error of the mean probability of a step, to first order in log-probs; at most
+        that of a gradient by which a cell can be judged."""
+        largest = max((finite(abs(moved) / (whole or 1.0)) for moved, whole in self.shifts.values()), default=0.0)
+        return min(largest, self.precision.noise_limit)
 
     def of_gradients(self, o: Observable, step: int) -> float:
         """Returns the least noise of the norm of all gradients of a step; 0 where they are not recorded."""
         found = (one for (_, tensor, at), one in self.pools.items() if (tensor, at) == (f"{o.norm_of}{SCALE}", step))
-        return next((one.typical_of_norm + self.shift for one in found), 0.0)
+        return next((one.typical_of_norm(self.shift) for one in found), 0.0)
 
     def measurements(self) -> Iterator[Measurement]:
         """Yields one measurement of each scale; those of all steps are at the last step."""

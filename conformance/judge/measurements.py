@@ -37,7 +37,6 @@ from conformance.results.verdict import BARS, BINS, Spread, TokenErrors
 from conformance.spec.layout import Layout
 from conformance.spec.observables import Observable, is_unread
 from conformance.spec.scenario import is_adapter
-from conformance.spec.supervised import Dft
 
 
 def token_errors_of(
@@ -137,10 +136,7 @@ def measure(
     steps = {step.step: (step, phase) for phase in phases for step in phase.steps}
     scenario, tier = phases[0].scenario, phases[0].scenario.tier
     part = PART_OF_PAIRS if scenario.objective.reads == "preferences" else PART_OF_GRADIENTS
-    weighted = isinstance(scenario.objective, Dft)
-    directions = Directions(
-        is_exact=tier.is_exact, is_half=tier.is_half, by_probability=weighted, part_of_gradients=part
-    )
+    directions = Directions(precision=tier, part_of_gradients=part)
     for reference in oracle.steps:
         if reference.step not in steps:
             missing = f"steps from {reference.step} on are missing"

@@ -92,6 +92,8 @@ class Observable:
         be at least this estimate.
     sum_of: key of rows that only the oracle records, whose sum this scalar is. The noise is taken to be at least the
         error of the sum if the errors of these terms are independent.
+    weights_gradients: the gradient of each token is multiplied by the probability whose logarithm these rows hold, so
+        what rounding adds to the probabilities scales all gradients.
     one_direction: the errors of the numbers that this sum is ``made_of`` may all point in one direction, so the error
         of the sum may be as large as that of one number. Values are such numbers: one weight row makes all of them.
     rowwise: the worst row of each tensor is judged as well.
@@ -120,6 +122,7 @@ class Observable:
     explains: str = ""
     made_of: str = ""
     sum_of: str = ""
+    weights_gradients: bool = field(default=False, compare=False)
     one_direction: bool = False
     rowwise: bool = False
     rebuilt: bool = False

@@ -111,7 +111,7 @@ class Dft:
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
 
     def observables(self) -> tuple[Observable, ...]:
-        return (LOGPROBS, TOKEN_COUNT, replace(LOSS, sum_of=terms_of("loss")))
+        return (replace(LOGPROBS, weights_gradients=True), TOKEN_COUNT, replace(LOSS, sum_of=terms_of("loss")))
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
         return batches

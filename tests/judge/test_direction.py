@@ -1,5 +1,6 @@
 """Judges records in half precision whose errors are as large as rounding, and lie along the reference."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from conformance.oracle.optimizer import clip_factor
 from conformance.results.verdict import Quantity
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import LOGPROBS, POLICY, Observable, trained_observables
+from conformance.spec.precision import PRECISIONS
 from conformance.spec.supervised import Sft
 
 SHAPE, LAST = (40, 30), 2  # the step before the last one is not observed, so the last update is not rebuilt
@@ -138,7 +140,7 @@ def found_over_steps(
     o: Observable, seed: int, *, by: float = 1.0, scale: float = 1.0, zeros: float = 0.0
 ) -> Directions:
     """The directions of three steps with errors of a size, of which the second half is scaled, with elements lost."""
-    found = Directions(is_exact=False, is_half=True)
+    found = Directions(precision=PRECISIONS["bf16"])
     for step in range(3):
         ref = rounding(MANY, step)
         own = ref + by * BF16 * ref.square().mean().sqrt() * rounding(MANY, 100 * seed + step)
@@ -155,13 +157,13 @@ def beyond(o: Observable, seed: int, **wrong: float) -> set[str]:
     return {one.tensor for one in own if one.error > bounds[one.key]}
 
 
-@pytest.mark.parametrize(("by_probability", "bound"), [(True, 3 * 0.004), (False, 0.0)])
-def test_rounded_probabilities_scale_gradients_that_they_weight(by_probability: bool, bound: float) -> None:
+@pytest.mark.parametrize(("weights_gradients", "bound"), [(True, 3 * 0.004), (False, 0.0)])
+def test_rounded_probabilities_scale_gradients_that_they_weight(weights_gradients: bool, bound: float) -> None:
     """Log-probs that are 0.004 too large in one of two steps, as a single process has them, allow three times that."""
-    found = Directions(is_exact=False, is_half=True, by_probability=by_probability)
+    found, logprobs = Directions(precision=PRECISIONS["bf16"]), replace(LOGPROBS, weights_gradients=weights_gradients)
     ref, rows = rounding(MANY, 0), -rounding(MANY, 1).abs().flatten()
     for step, shift in enumerate((0.004, -0.001)):
-        found.add(LOGPROBS, step, TensorView(tensors={"0": rows + shift}), TensorView(tensors={"0": rows}))
+        found.add(logprobs, step, TensorView(tensors={"0": rows + shift}), TensorView(tensors={"0": rows}))
         found.add(GRADIENT, step, TensorView(tensors={"x": ref.clone()}), TensorView(tensors={"x": ref}))
     measured = list(found.measurements())
     options = {"gradients": frozenset((GRADIENT.stage,)), "amplified": {}, "drift": {}}
@@ -169,7 +171,11 @@ def test_rounded_probabilities_scale_gradients_that_they_weight(by_probability: 
     scales = [bounds[one.key] for one in measured if one.tensor.startswith("gradient: scale")]
     assert len(scales) == 4  # of both steps, of all steps, and of x
     assert scales == pytest.approx([max(bound, min(scales))] * 4)
-    assert (min(scales) > 0.01) == by_probability
+    assert (min(scales) > 0.01) == weights_gradients
+    norm = Observable(key="grad_norm", stage=GRADIENT.stage, kind="scalar", norm_of="gradient")
+    assert 3 * found.of_gradients(norm, 0) == pytest.approx(scales[0])  # gradients are not off, so as their scale
+    found.add(logprobs, 2, TensorView(tensors={"0": rows + 0.3}), TensorView(tensors={"0": rows}))
+    assert found.shift == (PRECISIONS["bf16"].noise_limit if weights_gradients else 0)  # no cell is judged by more
 
 
 def test_rounding_scales_gradients_of_preferences_more() -> None:

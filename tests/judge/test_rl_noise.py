@@ -22,6 +22,7 @@ from conformance.records.step_tensors import read_record
 from conformance.spec.batch import Document, read_batches
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import REFERENCE_KL, Grpo, terms_of
+from conformance.spec.precision import PRECISIONS
 
 TOKENS = 400
 
@@ -79,7 +80,7 @@ def test_a_metric_is_held_against_the_cells_own_rows_and_not_against_the_oracles
             [metric],
             _Start(own=StepViews({}), reference=StepViews({})),
             Layout(),
-            Directions(is_exact=True),
+            Directions(precision=PRECISIONS["exact"]),
         )
         assert measurement.fixed is not None
         return measurement.error / measurement.fixed
