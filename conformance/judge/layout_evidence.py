@@ -34,6 +34,7 @@ from conformance.judge.work_evidence import (
     mask_claims,
     not_forward,
     not_proven,
+    part_of_weights,
     shards_of,
     work_claims,
 )
@@ -435,10 +436,9 @@ def _of_shares(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, 
         # Ranks with sharded weights hold a share of them, and small buffers such as position tables; so the bound is
         # halfway to whole weights. Tensor-parallel ranks hold some weights whole, so there the bound is the amount
         # that pure tensor parallelism would hold.
-        share = 1 / shards + (1 / layout.hpz if layout.hpz > 1 else 0)
-        most = sizes.weights * width * ((1 + share) / 2 if model == 1 else 1 / model)
+        most = sizes.weights * width * ((1 + part_of_weights(layout)) / 2 if model == 1 else 1 / model)
         held = ranks.held_weights()
-        if held and share < 1:
+        if held:
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most
 
 

@@ -252,13 +252,13 @@ def exchange_claims(
     """
     due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
     yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
-    if "mfsdp" in layout.options and stage == 3 and not hides_gathers(layout, step):
-        # Megatron-FSDP gathers ahead: in a small model before the backward pass begins, and after the update.
-        inner = (linear.float8 + linear.beside) / layout.tp / layout.pp
-        passes = (1 + LEAST) * accumulation * linear.passed / layout.tp / layout.pp + max(0.0, trained - inner)
-        gathered = step.moved(_GATHERS, lambda _: True, partial(_is_of_data, layout, step))
+    if "mfsdp" in layout.options and stage == 3 and not hides_passes(layout, step, accumulation):
+        # Megatron-FSDP gathers ahead: for the first forward pass after the update before, for a backward pass in a
+        # small model before it begins.
+        passes = (2 * accumulation - 1 - LEAST) * linear.passed / layout.tp / layout.pp
+        gathered = step.moved(_GATHERS, _not_update, partial(_is_of_data, layout, step))
         yield at_least("layers are gathered for each forward and backward pass, as ZeRO-3 has it", gathered, passes)
-    elif stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout, step):
+    elif "mfsdp" not in layout.options and stage == 3 and shards_of(layout) > 1 and not hides_gathers(layout, step):
         again = LEAST * accumulation * linear.passed / layout.tp / layout.pp
         kinds = (*_GATHERS, *(_GATHERED_BYTES if "fp8gather" in layout.options else ()))
         gathered = step.moved(kinds, in_backward, partial(_is_of_data, layout, step))
@@ -268,7 +268,7 @@ def exchange_claims(
         if layout.hpz in (1, shards_of(layout)):
             yield at_least("weights are gathered again for the backward pass, as ZeRO-3 has it", gathered, again)
         else:
-            yield below("other ranks gather no weights for the backward pass, as hpZ has it", gathered, 1)
+            yield below("other ranks gather no weights for the backward pass, as hpZ has it", gathered, again)
     if "fp8gather" in layout.options and shards_of(layout) > 1:
         yield from _gathers_of_float8(layout, step, linear, layers=layers, trained=trained, number_bytes=number_bytes)
     yield from _of_micro_batches(layout, step, trained=trained, accumulation=accumulation)
@@ -314,13 +314,13 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     if stage == 2 and shards > 1 and "fsdp1" in layout.options:
         yield from _until_backward(layout, step, due=due, accumulation=accumulation)
     elif stage is not None and stage < 3 and shards > 1:
-        of_data = partial(_is_of_data, layout, step)
-        gathers_keys = layout.gathers or "torchcp" in layout.options  # over the same ranks, in the same pass
+        of_data, hidden = partial(_is_of_data, layout, step), hides_whole_weights(layout, step, due)
         if "mfsdp" in layout.options:  # which gathers when weights are first used
-            if not gathers_keys and not hides_gathers(layout, step):
+            if not hidden:
                 claim = f"weights are gathered at most once before the update, as ZeRO-{stage} has it"
-                yield below(claim, step.moved(_GATHERS, _not_update, of_data), (1 + LEAST) / LEAST * due)
-        elif "overlap" not in layout.options and not gathers_keys and not hides_whole_weights(layout, step, due):
+                most = (1 + LEAST) / LEAST * due + gathered_numbers(layout, step)
+                yield below(claim, step.moved(_GATHERS, _not_update, of_data), most)
+        elif "overlap" not in layout.options and not hidden:
             whole, most = _gathered_weights(layout, step), due + gathered_numbers(layout, step)
             yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, most)
         updated = step.moved(_GATHERS, _update, _of_size(shards))
@@ -381,42 +381,68 @@ def _until_backward(layout: Layout, step: Step, *, due: float, accumulation: int
 
 
 def keeps_weights(layout: Layout, scenario: Scenario) -> bool:
-    """Tells whether ranks may hold whole weights in ZeRO-3: on the CPU, or of frozen models beside Megatron-FSDP's."""
-    return "offload" in layout.options or (
-        "mfsdp" in layout.options and not all(role.trained for role in scenario.objective.roles)
-    )
+    """Tells whether ranks may hold whole weights in ZeRO-3: on the CPU, of frozen models beside Megatron-FSDP's, or if
+    a share and one of hpZ's second copy are as large."""
+    frozen = "mfsdp" in layout.options and not all(role.trained for role in scenario.objective.roles)
+    return "offload" in layout.options or frozen or part_of_weights(layout) >= 1
+
+
+def part_of_weights(layout: Layout) -> float:
+    """Returns which part of the weights a rank holds in ZeRO-3, with that of hpZ's second copy."""
+    return 1 / shards_of(layout) + (1 / layout.hpz if layout.hpz > 1 else 0)
 
 
 def hides_gathers(layout: Layout, step: Step) -> bool:
     """Tells whether groups that gather activations in backward passes may be taken for those that share weights."""
-    keys = {layout.sp} if {"ckpt", "torchcp"} & set(layout.options) else set()
-    return shards_of(layout) in {layout.tp, *keys} and not _rows_tell(layout, step)
+    return shards_of(layout) in {layout.tp, *_gather_keys_again(layout)} and not _rows_tell(layout, step)
+
+
+def hides_passes(layout: Layout, step: Step, accumulation: int) -> bool:
+    """Tells whether the gathers of Megatron-FSDP's ZeRO-3 may be those of kept weights, or of keys and values."""
+    return accumulation == 1 or layout.gathers or hides_gathers(layout, step)
+
+
+def _gather_keys_again(layout: Layout) -> set[int]:
+    """Returns the size of groups that gather keys and values in backward passes. Ring attention's library does."""
+    return {layout.sp} if layout.gathers or {"ckpt", "torchcp"} & set(layout.options) else set()
 
 
 def hides_whole_weights(layout: Layout, step: Step, due: float) -> bool:
-    """Tells whether other gathers in the first forward pass may be taken for those of weights."""
+    """Tells whether other gathers in the passes that claims read may be taken for those of weights."""
+    if layout.gathers or "torchcp" in layout.options:  # keys and values, over the same ranks
+        return True
+    if "mfsdp" in layout.options and hides_gathers(layout, step):
+        return True
     if layout.tp > 1 and not (step.has_rows and (_rows_tell(layout, step) or layout.tp != shards_of(layout))):
         return True
     return gathered_numbers(layout, step) >= due
 
 
 def gathered_numbers(layout: Layout, step: Step) -> int:
-    """Returns the most numbers of tokens that ranks of one sequence gather in the first forward pass, where they cannot
-    be told from weights."""
-    return NUMBERS * step.first_padded if layout.sp * layout.ulysses > 1 and not step.shows_tokens else 0
+    """Returns the most numbers of tokens that ranks of one sequence gather in the passes that claims read, where they
+    cannot be told from weights: some rank looks no token up, or Megatron-FSDP's passes are not the first alone."""
+    if layout.sp * layout.ulysses == 1:
+        return 0
+    if "mfsdp" in layout.options:
+        return NUMBERS * step.first_padded * max(map(len, step.rows))
+    shown = step.shows_tokens and all(rank.get("embedded") for rank in step.ranks)
+    return 0 if shown else NUMBERS * step.first_padded
 
 
 def _gathered_weights(layout: Layout, step: Step) -> int:
     """Returns the elements that data ranks gather in the first forward pass, without those that are numbers of tokens,
-    of the rank with the most."""
+    of the rank with the most. Pipeline stages gather numbers of the tokens that the first one looks up."""
     of_data = partial(_is_of_data, layout, step)
+    lookups = [lookup for rank in step.ranks for lookup in rank.get("embedded", ())]
+    held = max(sum(len(row) for _, seen in rank.get("embedded", ()) for row in seen) for rank in step.ranks)
+    numbers = NUMBERS * held * layout.sp * layout.ulysses
     most: int = max(
         sum(
             elements
             for kind, group, where, _, elements in rank.get("moved", ())
             if kind in _GATHERS and in_forward(where) and of_data(group)
         )
-        - gathered_for_tokens(layout, rank, of_data)
+        - min(numbers, gathered_for_tokens(layout, {**rank, "embedded": lookups}, of_data))
         for rank in step.ranks
     )
     return most
@@ -489,14 +515,18 @@ def not_proven(
     yield "a kernel for products in float8, which are emulated", layout.float8 is not None and emulated
     is_cut = bool(stage) and shards_of(layout) > 1
     hidden = stage in (0, 1, 2) and shards_of(layout) > 1 and hides_whole_weights(layout, step, LEAST * trained)
-    yield "whole weights in the forward pass", hidden and not layout.gathers
-    yield "weights that are gathered again", is_cut and stage == 3 and hides_gathers(layout, step)
+    yield "whole weights in the forward pass", hidden
+    hidden = "fp8gather" in options and shards_of(layout) > 1 and hides_whole_weights(layout, step, LEAST * trained)
+    yield "weights in float8 that are gathered as numbers", hidden
+    accumulation = scenario.accumulation if "mfsdp" in options else 0
+    hidden = hides_passes(layout, step, accumulation) if accumulation else hides_gathers(layout, step)
+    yield "weights that are gathered again", is_cut and stage == 3 and hidden
     yield "bytes of optimizer states", is_cut
     yield "bytes of gradients", is_cut and stage in (2, 3)
     yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or keeps_weights(layout, scenario))
     yield "share of each rank in attention", layout.tp * layout.sp * layout.ulysses > 1
-    keys = {layout.sp} if {"ckpt", "torchcp"} & options else set()
-    hidden = layout.hpz in {shards_of(layout), *keys, *([layout.tp] if layout.sp * layout.ulysses > 1 else ())}
+    again = _gather_keys_again(layout) | ({layout.tp} if shares_sequences else set())
+    hidden = layout.hpz in {shards_of(layout), *again}
     yield "second copy of the weights", layout.hpz > 1 and hidden
     yield "which ranks are replicas", layout.rep > 1 and layout.rep == shards_of(layout)
     yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conformance.judge.layout_evidence import _claims, _passed, _Ranks, unproven
+from conformance.judge.token_evidence import NUMBERS
 from conformance.judge.work_evidence import Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
@@ -54,7 +55,7 @@ def honest(layout: Layout) -> Ranks:
         if layout.tp > 1:
             moved.append(["reduce_scatter", model, "forward", 4, 4 * activations])
         if layout.sp > 1:
-            moved.append(["all_gather", model, "forward", 1, keys])
+            moved.append(["send" if "ring" in layout.options else "all_gather", model, "forward", 1, keys])
         if layout.ulysses > 1:
             moved += [["all_to_all", model, where, 4, 4 * activations] for where in ("forward", "backward 0")]
         given = [row[0] for micro_batch in rows[rank // inner] for row in micro_batch]
@@ -180,8 +181,35 @@ def gathers_over_neighbors(ranks: Ranks) -> None:
         next(entry for entry in rank["moved"] if entry[2] == "backward 0")[1] = [number // 2 * 2, number // 2 * 2 + 1]
 
 
-def gathers_one_over_all(ranks: Ranks) -> None:
-    ranks[0]["moved"].append(["all_gather", list(range(len(ranks))), "backward 1", 1, 10])
+def gathers_over_all_again(elements: int) -> Callable[[Ranks], None]:
+    return lambda ranks: ranks[0]["moved"].append(["all_gather", list(range(len(ranks))), "backward 1", 1, elements])
+
+
+def looks_up(*tokens: int, pieces: int = 0, of: int = LENGTH) -> Callable[[Ranks], None]:
+    """Shows as many looked up tokens of each rank, in one call, and lets pairs gather pieces of ``of`` elements."""
+
+    def change(ranks: Ranks) -> None:
+        ranks[0]["documents"] = [[[[*range(LENGTH)]]]]
+        for number, (rank, own) in enumerate(zip(ranks, tokens, strict=True)):
+            data = [number // 2 * 2, number // 2 * 2 + 1]
+            rank["embedded"] = [[60, [[*range(number * own, (number + 1) * own)]]]] if own else []
+            rank["moved"].append(["all_gather", data, "forward", pieces, pieces * of])
+            rank["gathered"] = [[data, [of // 2], of, pieces]]
+
+    return change
+
+
+def gathers_in_passes(*, forward: float, backward: float, update: float) -> Callable[[Ranks], None]:
+    """Gathers that many times the weights of layers in these passes."""
+
+    def change(ranks: Ranks) -> None:
+        for rank in ranks:
+            rank["moved"] = [entry for entry in rank["moved"] if entry[0] != "all_gather"]
+            group = rank["moved"][0][1]
+            for where, times in (("forward", forward), ("backward 1", backward), ("update", update)):
+                rank["moved"].append(["all_gather", group, where, 1, int(times * LINEAR.layers)])
+
+    return change
 
 
 def gathers_bytes(elements: int, *passes: str, numbers: int = LINEAR.outside) -> Callable[[Ranks], None]:
@@ -240,6 +268,8 @@ def multiplies_in_float8(ranks: Ranks, error: float | str) -> None:
     ranks[0] |= {"float8": 1, "float8_error": error}
 
 
+PASSES = "layers are gathered for each forward and backward pass, as ZeRO-3 has it"
+OTHERS = "other ranks gather no weights for the backward pass, as hpZ has it"
 AGAIN, AMONG, IN_FLOAT8, AS_NUMBERS = (
     "weights are gathered again for the backward pass, as ZeRO-3 has it",
     "2 ranks gather weights for the backward pass, as hpZ has it",
@@ -291,7 +321,8 @@ AGAIN, AMONG, IN_FLOAT8, AS_NUMBERS = (
         ("dp4.hpz2.zero3", keeps, ""),
         ("dp4.hpz2.zero3", moves_little("all_gather", "backward"), AMONG),
         ("dp4.hpz2.zero3", gathers_over_all, AMONG),
-        ("dp4.hpz2.zero3", gathers_one_over_all, "other ranks gather no weights for the backward pass, as hpZ has it"),
+        ("dp4.hpz2.zero3", gathers_over_all_again(10), ""),  # numbers of a step
+        ("dp4.hpz2.zero3", gathers_over_all_again(LINEAR.layers), OTHERS),
         ("dp2.hpz2.zero3", moves_little("all_gather", "backward"), AGAIN),
         ("dp4.hpz2.tp2.zero3", keeps, ""),
         ("dp4.hpz2.tp2.zero3", gathers_over_neighbors, AMONG),
@@ -324,17 +355,20 @@ AGAIN, AMONG, IN_FLOAT8, AS_NUMBERS = (
             moves_gathers("forward", "later", "update"),
             "weights are gathered at most once before the update, as ZeRO-2 has it",
         ),
-        ("dp2.zero3.mfsdp", gathers(2 * ACCUMULATION * TRAINED), ""),
-        ("dp2.zero3.mfsdp", keeps, "layers are gathered for each forward and backward pass, as ZeRO-3 has it"),
-        ("dp2.rep2.sp2.zero3", keeps, ""),
-        ("dp2.rep2.sp2.zero3", moves_little("all_gather", "backward"), AGAIN),
+        ("sp2.ring.zero1.mfsdp", looks_up(5, 5, pieces=2 * NUMBERS), ""),  # log-probs of both micro-batches
+        ("dp2.zero3.mfsdp", gathers_in_passes(forward=1, backward=2, update=1), ""),  # the first is gathered before
+        ("dp2.zero3.mfsdp", gathers_in_passes(forward=2, backward=0, update=1), PASSES),  # kept for backward passes
+        ("sp2.zero3.mfsdp", gathers_in_passes(forward=1, backward=0, update=1), ""),  # beside keys and values
+        ("dp2.rep2.sp2.ring.zero3", keeps, ""),
+        ("dp2.rep2.sp2.ring.zero3", moves_little("all_gather", "backward"), AGAIN),
+        ("dp2.rep2.sp2.zero3", moves_little("all_gather", "backward"), ""),  # keys and values may be gathered again
         ("dp2.tp2.zero0", keeps, "all ranks update all weights, as ZeRO-0 has it"),
         ("dp2.tp2.zero2", reduces_once, "gradients of every micro-batch are reduced, as ZeRO-2 has it"),
         ("dp2.tp2.zero1", moves_little("all_reduce"), "gradients are reduced over ranks with other rows"),
         ("tp2.seqpar", moves_little("reduce_scatter"), "activations are cut along the sequence"),
         ("dp2.sp2.zero1", moves_little("all_gather", "forward"), "keys and values are gathered"),
         ("sp2.zero1", sends, "keys and values go around no ring"),
-        ("sp2.ring", keeps, "keys and values are passed around a ring"),
+        ("sp2.ring", moves_little("send"), "keys and values are passed around a ring"),
         ("ulysses2.zero2", moves_little("all_to_all"), "heads are exchanged for parts of the sequence, backward"),
     ],
 )
@@ -451,7 +485,7 @@ def test_masks_of_dropout_are_followed(ranks: list[list[Any]], claim: str | None
 
 
 STATES, ATTENTION = "bytes of optimizer states", "share of each rank in attention"
-TOKENS = "which tokens each rank holds, and their order"
+TOKENS, WHOLE = "which tokens each rank holds, and their order", "whole weights in the forward pass"
 
 
 @pytest.mark.parametrize(
@@ -466,7 +500,13 @@ TOKENS = "which tokens each rank holds, and their order"
         ("sp2.zero3.ckpt", {TOKENS, "weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
         ("dp2.sp2.zero3.ckpt", {TOKENS, STATES, "bytes of gradients", ATTENTION}),
         ("dp4.hpz2.zero3", {STATES, "bytes of gradients"}),
-        ("dp2.hpz2.zero3", {STATES, "bytes of gradients", "second copy of the weights"}),
+        ("dp2.hpz2.zero3", {STATES, "bytes of gradients", "bytes of weights", "second copy of the weights"}),
+        ("sp2.zero1", {TOKENS, WHOLE, STATES, ATTENTION}),
+        ("sp2.ring.zero1.mfsdp.ckpt", {TOKENS, WHOLE, STATES, ATTENTION}),
+        ("sp2.ring.zero3", {TOKENS, STATES, "bytes of gradients", ATTENTION}),
+        ("sp2.zero3", {TOKENS, "weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
+        ("sp2.zero3.mfsdp", {TOKENS, "weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
+        ("dp2.hpz2.sp2.zero3", {TOKENS, "second copy of the weights", STATES, "bytes of gradients", ATTENTION}),
         ("dp4.rep2.zero3", {STATES, "bytes of gradients", "which ranks are replicas"}),
         ("dp2.zero1.overlap", {STATES}),
         ("pp2.zero1.overlap.manual", {"manual", "overlap"}),
@@ -502,6 +542,29 @@ def test_few_trained_weights_may_hide_among_log_probs(trained: int, is_listed: b
     gathers(trained)(ranks)
     claims = exchange_claims(of, Step(ranks, rows_of(of)), LINEAR, stage=2, trained=trained, **MODEL, accumulation=1)
     assert ("weights are whole" in " ".join(text for text, holds, _ in claims if not holds)) != is_listed
+
+
+@pytest.mark.parametrize(
+    ("layout", "trained", "change", "is_missed"),
+    [
+        ("ulysses2.zero2", 10, looks_up(5, 5, pieces=NUMBERS), False),
+        ("ulysses2.zero2", 10, looks_up(5, 5, pieces=10 * NUMBERS), True),  # weights in pieces of as many elements
+        ("ulysses2.zero2", 10, looks_up(5, 5, pieces=10 * NUMBERS, of=LENGTH - 1), True),
+        ("pp2.sp2.ring.zero1", 6, looks_up(5, 5, 0, 0, pieces=NUMBERS), False),  # the last stage looks nothing up
+        ("pp2.sp2.ring.zero1", 10, looks_up(5, 5, 0, 0, pieces=NUMBERS, of=LENGTH - 1), False),
+        ("pp2.sp2.ring.zero1", 10, looks_up(5, 5, 0, 0, pieces=10 * NUMBERS), True),
+    ],
+)
+def test_log_probs_are_told_from_few_trained_weights(
+    layout: str, trained: int, change: Callable[[Ranks], None], is_missed: bool
+) -> None:
+    """``trained``: weights for each token."""
+    of = Layout.parse(layout)
+    change(ranks := honest(of))
+    step = Step(ranks, rows_of(of))
+    claims = exchange_claims(of, step, LINEAR, stage=of.zero, trained=trained * LENGTH, **MODEL, accumulation=1)
+    missed = [text for text, holds, _ in claims if not holds]
+    assert any(text.startswith("weights are whole") for text in missed) == is_missed
 
 
 def test_share_of_work_is_not_proven_if_padding_hides_it() -> None:
