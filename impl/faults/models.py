@@ -187,7 +187,7 @@ def default_theta(load_model: Function, trainable: Any, path: Path) -> Any:
     summary="norms have the default epsilon of 1e-6 instead of the configuration's",
     source="https://github.com/huggingface/transformers/issues/38025",
     stage="log-probs",
-    cells=sft("sft-packed", "llama3-odd", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+    cells=sft("sft-packed", "qwen2-yarn-odd", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
     needs="a model with another rms_norm_eps",
 )
 def default_epsilon(load_model: Function, trainable: Any, path: Path) -> Any:
