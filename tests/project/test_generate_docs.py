@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from cells import cell_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate-docs"
 
@@ -43,3 +44,22 @@ def test_check_fails_for_stale_or_missing_files(script: ModuleType, capsys: pyte
 def test_faults_page_has_a_row_for_each_fault(script: ModuleType) -> None:
     text = script.faults()
     assert all(text.count(f"| `{fault.name}`: ") == 1 for group in script.GROUPS.values() for fault in group)
+
+
+def test_newest_verdict_counts_by_the_time_of_its_run_and_of_its_fixture(script: ModuleType) -> None:
+    one, two, old = "grpo/llama/fsdp2/dp2/exact", "grpo/llama/fsdp2/tp2/exact", "grpo/qwen3-next/fsdp2/dp2/fp32"
+    later = {"started": "2026-11-29T12:00:00+00:00", "cells": {one: ["differs", 3.1], old: ["conforms"]}}
+    earlier = {"started": "2026-11-29T11:00:00+00:00", "cells": [{"id": one, "state": "conforms"}]}
+    lacks_a_package = {"started": "2026-11-29T13:00:00+00:00", "cells": {one: ["unsupported"], two: ["not_run"]}}
+    files = [later, earlier, lacks_a_package, {"cells": {two: ["conforms"]}}]
+    assert script.newest_states(("2026-11-29", file) for file in files) == {one: "differs", two: "conforms"}
+
+
+def test_objectives_page_counts_models_without_a_verdict(script: ModuleType) -> None:
+    judged = [("llama", "dp2", "passes"), ("qwen3", "dp2", ""), ("llama", "tp2", "passes"), ("llama", "sp2", "")]
+    cells = [(cell_of("fsdp2", "grpo", model, layout, "exact"), outcome) for model, layout, outcome in judged]
+    assert script.list_layouts(cells) == "tp2 (exact)<br>dp2 (exact: 1 of 2 models)<br>sp2 (exact: not judged)"
+    assert script.count_outcomes(cells) == "exact 2 of 4"
+    failing = (cell_of("fsdp2", "grpo", "qwen3", "tp2", "exact"), "fails")
+    assert script.count_outcomes([*cells, failing]) == "exact 2 of 5, **1 fails**"
+    assert "tp2 (exact: 1 of 2 models, **1 fails**)" in script.list_layouts([*cells, failing])
