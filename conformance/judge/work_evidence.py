@@ -181,8 +181,8 @@ def mask_claims(layout: Layout, step: Step) -> Claims:
     """Yields the claims about the masks of dropout.
 
     A recomputed layer has to draw the masks of its forward pass, or gradients belong to another loss. Ranks that hold
-    the same activations have to drop the same numbers; ranks that hold others, other numbers. So has a rank for other
-    activations, as those of the next micro-batch.
+    the same activations have to drop the same numbers; ranks that hold different activations, different numbers. Each
+    layer and each micro-batch has to draw new masks.
     """
     of_ranks = [rank.get("drawn", ()) for rank in step.ranks]
     first, again = (

@@ -127,10 +127,11 @@ class _Evidence:
     work: phase and number of multiplications of the products of linear layers. rows: the rows of which the rank gave
     log-probs. step: the optimizer step. changed_by_reading: number of storages of weights that the backend changed
     while the suite read weights. float8: number of products of operands in float8 that a kernel made. float8_error:
-    their largest distance from the products of the operands, in parts of the magnitudes. Where ranks share sequences:
-    embedded: for each lookup of tokens the rows of the embedding on this rank, and the tokens of each row. gathered:
-    ranks of the group, shape of the input, elements and number of all-gathers in the forward pass. documents: on the
-    first rank, the tokens of each document of each row of the first micro-batch of each data-parallel rank.
+    their largest distance from the products of the operands, in parts of the magnitudes. embedded: where
+    ranks share sequences, for each lookup of tokens the rows of the embedding on this rank, and the tokens of each row.
+    gathered: where ranks share sequences, ranks of the group, shape of the input, elements and number of all-gathers in
+    the forward pass. documents: where ranks share sequences, on the first rank, the tokens of each document of each row
+    of the first micro-batch of each data-parallel rank.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]

@@ -36,7 +36,8 @@ class About:
 
     form: ``native``, in the backend's own files, or ``state``, which every backend reads. step: finished optimizer
     steps. models: for each trained model, the shapes of the tensors in its folder. optimizer: its kind. data: position
-    in the data, if the training counts documents. settings: what may not change in such a training.
+    in the data, if the training counts documents. settings: the optimizer, schedule, objective and frozen
+    models, which a training that resumes from the checkpoint must have as well.
     """
 
     form: Form
