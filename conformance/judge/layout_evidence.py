@@ -396,7 +396,9 @@ def _of_data_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Siz
     alone = data == layout.data and layout.tp == layout.pp == 1  # every collective is one of data ranks
     shards = data // layout.rep
     if stage == 3 and shards > 1:
-        gathered = ranks.most(("all_gather", "broadcast"), shards, in_forward)
+        # Megatron-FSDP gathers ahead: after an update, for the first forward pass of the next step.
+        is_due = _outside if "mfsdp" in layout.options else in_forward
+        gathered = ranks.most(("all_gather", "broadcast"), shards, is_due)
         yield "weights are gathered for the forward pass, as ZeRO-3 has it", gathered > 0
     if "leaf" in layout.options and shards > 1 and alone and sizes.linear.passes_all(sizes.layers):
         # Backward passes only: forward passes may also evaluate a rollout or count the tokens of experts.
@@ -436,7 +438,12 @@ def _of_shares(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, 
         # Ranks with sharded weights hold a share of them, and small buffers such as position tables; so the bound is
         # halfway to whole weights. Tensor-parallel ranks hold some weights whole, so there the bound is the amount
         # that pure tensor parallelism would hold.
-        most = sizes.weights * width * ((1 + part_of_weights(layout)) / 2 if model == 1 else 1 / model)
+        share = part_of_weights(layout)
+        most = sizes.weights * width * ((1 + share) / 2 if model == 1 else 1 / model)
+        if "mfsdp" in layout.options and model == 1:
+            # It keeps what lies outside of layers gathered, from 0.18 on also when gradients are ready; with padding.
+            padding = (_padded(sizes.vocabulary, layout.tp) - sizes.vocabulary) * sizes.columns
+            most += (sizes.linear.outside + 2 * padding) * width * (1 + share) / 2
         held = ranks.held_weights()
         if held:
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most

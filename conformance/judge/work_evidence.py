@@ -284,8 +284,6 @@ def exchange_claims(
         sent = step.moved(("send",), anywhere, _any)
         yield at_least("pipeline stages send activations of all tokens to each other", sent, activations / layout.tp)
     keys = tokens * linear.keys / layout.tp / layout.pp
-    if step.shows_tokens:
-        yield held_by_layout(layout, step.ranks)
     if layout.stride > 1 and (heads := heads_at_a_time(layout, step.ranks)):
         claim = f"keys and values are gathered {layout.stride} heads at a time"
         yield claim, heads == {layout.stride}, f"observed {', '.join(map(str, sorted(heads)))}"
@@ -307,6 +305,8 @@ def exchange_claims(
             yield at_least("keys and values are gathered", gathered, weights + max(1, keys * layout.sp))
             if layout.pp == 1:
                 yield below("keys and values go around no ring", sent, 1)
+    if step.shows_tokens:
+        yield held_by_layout(layout, step.ranks)
 
 
 def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float, accumulation: int) -> Claims:

@@ -16,7 +16,7 @@ from conformance.spec.precision import BF16, F16
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.optimizers import updates_in_one_kernel
 from impl.interface.trainable import ContextConfig, code_that_ran
-from impl.megatron.versions import masters_of_buffers
+from impl.megatron.versions import dtypes_of_buffers
 
 # Megatron-FSDP's names of the ZeRO stages.
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -54,7 +54,7 @@ def reduction_settings(config: ContextConfig, *, parameters: int) -> Distributed
             "use_megatron_fsdp": True,
             "data_parallel_sharding_strategy": _STRATEGIES[stage],
             # Without masters, which the library keeps in float32, the optimizer updates the weights themselves.
-            **masters_of_buffers(torch.float32 if config.tier.is_half else None),
+            **dtypes_of_buffers(*((torch.float32, summing_dtype(config)) if config.tier.is_half else (None, None))),
             "gradient_reduce_div_fusion": not _sums_by_gloo(config.device),  # which cannot scale while it sums
         }
     return DistributedDataParallelConfig(

@@ -30,8 +30,10 @@ def submodules(spec: Any) -> Any:
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
-def masters_of_buffers(dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns Megatron-FSDP's setting of the masters' dtype: float32, or None if weights are their own masters."""
+def dtypes_of_buffers(masters: torch.dtype | None, gradients: torch.dtype | None) -> dict[str, Any]:
+    """Returns Megatron-FSDP's settings of the dtypes of masters (float32, or None if weights are their own masters) and
+    of gradients (None for that of weights). 0.16 has float32 gradients where ``grad_reduce_in_fp32`` is set; later
+    releases do not read that."""
     if hasattr(DistributedDataParallelConfig, "preserve_fp32_weights"):  # 0.16
-        return {"preserve_fp32_weights": dtype is not None}
-    return {"megatron_fsdp_main_params_dtype": dtype}
+        return {"preserve_fp32_weights": masters is not None}
+    return {"megatron_fsdp_main_params_dtype": masters, "megatron_fsdp_main_grads_dtype": gradients}
