@@ -31,6 +31,7 @@ FLOAT8_ERROR = 2.0**-7
 IN_BUCKETS = "gradients are reduced in small buckets"
 SLACK = 1.1  # of the largest share of a rank
 BLOCK = 128  # libraries pad rows to a multiple of this
+LOOKUPS_KEPT = 16  # by conformance.worker.evidence; a rank with as many may have looked up more before
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
 _GATHERS = ("all_gather", "broadcast")
 _GATHERED_BYTES = ("all_gather of bytes",)  # as conformance.worker.evidence names it
@@ -412,6 +413,8 @@ def hides_whole_weights(layout: Layout, step: Step, due: float) -> bool:
     if layout.gathers or "torchcp" in layout.options:  # keys and values, over the same ranks
         return True
     if "mfsdp" in layout.options and hides_gathers(layout, step):
+        return True
+    if any(len(rank.get("embedded", ())) >= LOOKUPS_KEPT for rank in step.ranks):  # a rollout's; numbers of any size
         return True
     if layout.tp > 1 and not (step.has_rows and (_rows_tell(layout, step) or layout.tp != shards_of(layout))):
         return True

@@ -12,7 +12,15 @@ import torch
 
 from conformance.judge.layout_evidence import _claims, _passed, _Ranks, unproven
 from conformance.judge.token_evidence import NUMBERS
-from conformance.judge.work_evidence import Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
+from conformance.judge.work_evidence import (
+    LOOKUPS_KEPT,
+    Linear,
+    Step,
+    exchange_claims,
+    mask_claims,
+    not_proven,
+    work_claims,
+)
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
 from conformance.worker.evidence import BYTES, Collective, Watch, _product_error
@@ -185,14 +193,14 @@ def gathers_over_all_again(elements: int) -> Callable[[Ranks], None]:
     return lambda ranks: ranks[0]["moved"].append(["all_gather", list(range(len(ranks))), "backward 1", 1, elements])
 
 
-def looks_up(*tokens: int, pieces: int = 0, of: int = LENGTH) -> Callable[[Ranks], None]:
-    """Shows as many looked up tokens of each rank, in one call, and lets pairs gather pieces of ``of`` elements."""
+def looks_up(*tokens: int, pieces: int = 0, of: int = LENGTH, times: int = 1) -> Callable[[Ranks], None]:
+    """Shows as many looked up tokens of each rank, in each call, and lets pairs gather pieces of ``of`` elements."""
 
     def change(ranks: Ranks) -> None:
         ranks[0]["documents"] = [[[[*range(LENGTH)]]]]
         for number, (rank, own) in enumerate(zip(ranks, tokens, strict=True)):
             data = [number // 2 * 2, number // 2 * 2 + 1]
-            rank["embedded"] = [[60, [[*range(number * own, (number + 1) * own)]]]] if own else []
+            rank["embedded"] = [[60, [[*range(number * own, (number + 1) * own)]]]] * times if own else []
             rank["moved"].append(["all_gather", data, "forward", pieces, pieces * of])
             rank["gathered"] = [[data, [of // 2], of, pieces]]
 
@@ -553,6 +561,7 @@ def test_few_trained_weights_may_hide_among_log_probs(trained: int, is_listed: b
         ("pp2.sp2.ring.zero1", 6, looks_up(5, 5, 0, 0, pieces=NUMBERS), False),  # the last stage looks nothing up
         ("pp2.sp2.ring.zero1", 10, looks_up(5, 5, 0, 0, pieces=NUMBERS, of=LENGTH - 1), False),
         ("pp2.sp2.ring.zero1", 10, looks_up(5, 5, 0, 0, pieces=10 * NUMBERS), True),
+        ("ulysses2.zero2", 10, looks_up(5, 5, pieces=10 * NUMBERS, of=LENGTH - 1, times=LOOKUPS_KEPT), False),
     ],
 )
 def test_log_probs_are_told_from_few_trained_weights(
