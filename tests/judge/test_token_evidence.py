@@ -157,6 +157,24 @@ def test_rows_that_are_padded_on_the_left_are_in_order() -> None:
     assert not held_by_layout(of, ranks)[1]
 
 
+@pytest.mark.parametrize("multiple", [1, 2, 8])
+def test_documents_may_be_padded_to_a_multiple_of_their_pieces(multiple: int) -> None:
+    """As libraries for long documents do, each one by itself; rank 0 of zigzag has the first and the last quarter."""
+    of, documents = Layout.parse("sp2.zigzag"), [list(range(1, 8)), list(range(20, 31))]
+    parts: list[list[int]] = [[], []]
+    for document in documents:
+        quarter = -(-len(document) // (4 * multiple)) * multiple
+        padded = document + [0] * (4 * quarter - len(document))
+        quarters = [padded[n * quarter : (n + 1) * quarter] for n in range(4)]
+        for rank in (0, 1):
+            parts[rank] += quarters[rank] + quarters[3 - rank]
+    ranks: list[dict[str, Any]] = [{"embedded": [[60, [part]]]} for part in parts]
+    ranks[0]["documents"] = [[documents]]
+    assert held_by_layout(of, ranks)[1]
+    parts[0][0], parts[0][1] = parts[0][1], parts[0][0]
+    assert not held_by_layout(of, ranks)[1]
+
+
 def test_ranks_that_hold_all_tokens_each_do_not_share_them() -> None:
     for name in ("sp2", "sp2.ring"):
         tokens = list(range(1, 41))
