@@ -279,4 +279,4 @@ def test_frozen_parameters_are_refused_where_they_would_be_rounded(session: Sess
 def test_muon_is_refused_with_the_reason(session: Session) -> None:
     verdict = session.run(cell_of("deepspeed", "sft-muon", "llama", "dp2", "exact")).verdict
     assert verdict.state == "unsupported"
-    assert "the norm and the clipping are those of the update" in verdict.reason
+    assert "clips by the norm of the orthogonalized updates" in verdict.reason
