@@ -83,10 +83,14 @@ def _variables_of(folder: Path) -> dict[str, str]:
 def keep(folder: Path) -> None:
     """Keeps a daemon in ``folder`` until standard input ends, and says on standard output whether it serves clients."""
     environment = {**os.environ, **_variables_of(folder)}
-    with (folder / "daemon.log").open("wb") as log:
-        daemon = subprocess.Popen(
-            [_CONTROL, "-f"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+    daemon = subprocess.Popen(
+        [_CONTROL, "-f"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         deadline = time.monotonic() + _END_LIMIT_S
         while not (folder / "control").exists() and daemon.poll() is None and time.monotonic() < deadline:
