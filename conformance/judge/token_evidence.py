@@ -41,8 +41,8 @@ def held_by_layout(layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> tuple[
     else:  # PyTorch's own context parallelism may balance its work or not
         asked = (ZIGZAG, CONTIGUOUS) if "torchcp" in options else (SLICES, CONTIGUOUS)
     holds = any(_is_held(layout, ranks, order) for order in asked)
-    others = [] if holds else [order for order in (ZIGZAG, CONTIGUOUS, SLICES) if _is_held(layout, ranks, order)]
-    observed = "these" if holds else " or ".join(others) or "another order"
+    orders = [] if holds else [order for order in (ZIGZAG, CONTIGUOUS, SLICES) if _is_held(layout, ranks, order)]
+    observed = "these" if holds else " or ".join(orders) or "another order"
     return HELD, holds, f"requested {' or '.join(asked)}, observed {observed}"
 
 

@@ -20,7 +20,7 @@ from conformance.judge.token_evidence import (
     held_by_layout,
     shows_tokens,
 )
-from conformance.records.record_format import number
+from conformance.records.record_format import LOOKUPS_KEPT, number
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 
@@ -31,7 +31,6 @@ FLOAT8_ERROR = 2.0**-7
 IN_BUCKETS = "gradients are reduced in small buckets"
 SLACK = 1.1  # of the largest share of a rank
 BLOCK = 128  # libraries pad rows to a multiple of this
-LOOKUPS_KEPT = 16  # by conformance.worker.evidence; a rank with as many may have looked up more before
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
 _GATHERS = ("all_gather", "broadcast")
 _GATHERED_BYTES = ("all_gather of bytes",)  # as conformance.worker.evidence names it
@@ -414,7 +413,8 @@ def hides_whole_weights(layout: Layout, step: Step, due: float) -> bool:
         return True
     if "mfsdp" in layout.options and hides_gathers(layout, step):
         return True
-    if any(len(rank.get("embedded", ())) >= LOOKUPS_KEPT for rank in step.ranks):  # a rollout's; numbers of any size
+    # A rank with as many may have looked up more before, in a rollout, and gathered numbers of any size for these.
+    if any(len(rank.get("embedded", ())) >= LOOKUPS_KEPT for rank in step.ranks):
         return True
     if layout.tp > 1 and not (step.has_rows and (_rows_tell(layout, step) or layout.tp != shards_of(layout))):
         return True

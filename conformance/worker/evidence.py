@@ -28,6 +28,7 @@ from torch._subclasses import FakeTensor
 
 from conformance.numerics.float64_tier import PLAIN, EagerMode, LeakWatch, in_place_of_lifting, lifted_below
 from conformance.numerics.sketch import on_cpu
+from conformance.records.record_format import LOOKUPS_KEPT
 from conformance.worker.rank_state import digest_of
 
 # The kind of a collective by the prefix of the operator's name, for torch.distributed and its functional variants.
@@ -56,7 +57,6 @@ _PART = 256  # rows and columns of a product in float8 that are multiplied again
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 _LOOKUPS = ("embedding", "index")  # operators by which libraries look up the rows of an embedding
 _PADDED_ROWS = 128  # Megatron pads the vocabulary of each tensor-parallel rank to a multiple of them
-_LOOKUPS_KEPT = 16  # of a rollout's forward passes too; the last ones are those that are trained
 _DROPS_ALONE = ("dropout", "attention")  # in the names of operators that draw a mask and apply it
 # Methods with which a caller, not the library, tells which micro-batches come before the last: module, class, method.
 BY_CALLER = (
@@ -220,7 +220,7 @@ class Watch(EagerMode):
     def __init__(self, *, embedding: Embedding | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.embedding = embedding
-        self.embedded: deque[tuple[int, list[list[int]]]] = deque(maxlen=_LOOKUPS_KEPT)
+        self.embedded: deque[tuple[int, list[list[int]]]] = deque(maxlen=LOOKUPS_KEPT)
         self.gathered: Counter[tuple[tuple[int, ...], tuple[int, ...], int]] = Counter()
         self.leaks: LeakWatch | None = None
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()

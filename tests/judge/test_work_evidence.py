@@ -13,7 +13,6 @@ import torch
 from conformance.judge.layout_evidence import _claims, _passed, _Ranks, unproven
 from conformance.judge.token_evidence import NUMBERS
 from conformance.judge.work_evidence import (
-    LOOKUPS_KEPT,
     Linear,
     Step,
     exchange_claims,
@@ -21,6 +20,7 @@ from conformance.judge.work_evidence import (
     not_proven,
     work_claims,
 )
+from conformance.records.record_format import LOOKUPS_KEPT
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
 from conformance.worker.evidence import BYTES, Collective, Watch, _product_error
