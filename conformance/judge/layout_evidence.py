@@ -401,12 +401,11 @@ def _of_data_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Siz
         gathered = ranks.most(("all_gather", "broadcast"), shards, is_due)
         yield "weights are gathered for the forward pass, as ZeRO-3 has it", gathered > 0
     if "leaf" in layout.options and shards > 1 and alone and sizes.linear.passes_all(sizes.layers):
-        # Backward passes only: forward passes may also evaluate a rollout or count the tokens of experts.
-        passes = [where for where in ranks.passes() if where.startswith("backward")]
+        # The first backward pass only: forward passes may also evaluate a rollout or count the tokens of experts, and
+        # in later passes ZeRO-3 knows the order of modules, and gathers again what it gathered too far ahead.
         size = layout.hpz if layout.hpz > 1 else shards
-        gathered = max((ranks.most(("all_gather", "broadcast"), size, _only(one)) for one in passes), default=0)
-        together = sizes.layers <= gathered <= sizes.layers + AROUND
-        yield TOGETHER, together
+        gathered = ranks.most(("all_gather", "broadcast"), size, _only("backward 0"))
+        yield TOGETHER, sizes.layers <= gathered <= sizes.layers + AROUND
     if data > 1 and alone:
         summing = scenario.tier.summing
         if summing == scenario.tier.compute and scenario.tier.is_half:  # other sums show in their digits

@@ -188,6 +188,13 @@ def test_a_part_of_what_was_asked_is_not_enough(
     assert any(f"{layout}: {claim}" in finding.tensor for finding in verdict.findings), verdict.reason
 
 
+@pytest.mark.exhaustive
+def test_layers_that_zero3_gathers_again_ahead_of_later_micro_batches_are_gathered_together(session: Session) -> None:
+    cell = make_cell("sft-packed", "pangu-odd", "dp2.zero3.leaf", "exact", backend=BACKENDS["deepspeed"], steps=1)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "stage"),
     [
