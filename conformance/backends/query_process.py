@@ -1,4 +1,4 @@
-"""Runs processes that answer queries line by line, as JSON: forks of this one, or in another Python environment.
+"""Runs processes that answer queries line by line, as JSON: forks of the preload server, or in another environment.
 
 Code of a framework never runs in the process that judges it, because it could change the judge there.
 """
@@ -6,14 +6,13 @@ Code of a framework never runs in the process that judges it, because it could c
 import contextlib
 import json
 import os
-import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,8 +24,10 @@ from conformance.core.environments import OF_RANKS
 from conformance.core.errors import UsageError
 from conformance.core.io import no_link
 from conformance.core.process import StartPatience, effort, signal_at_death_of, signal_at_hang_up, signal_group
+from conformance.runtime.preload_server import fork_call
 
 _TICK_S = 0.25
+_PID = struct.Struct("q")
 NEEDS = f"needs backend-parity {{}} (pip install --no-deps), {', '.join(OF_RANKS)}"
 Made = TypeVar("Made")
 
@@ -111,64 +112,75 @@ class EnvironmentProcess:
 
 
 class _Fork:
-    """Forks this process to answer queries; has what EnvironmentProcess uses of subprocess.Popen."""
+    """Lets the preload server fork a process; has what EnvironmentProcess uses of subprocess.Popen."""
 
-    def __init__(self, serve: Callable[[IO[str], IO[str]], None]) -> None:
+    def __init__(self, function: str, name: str) -> None:
+        """See ForkedProcess."""
         ours, theirs = socket.socketpair()
         parent_lives, self._life = os.pipe()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child leaves alone
-            self.pid = os.fork()
-        if not self.pid:
-            ours.close()
-            os.close(self._life)
-            self._answer(theirs, parent_lives, serve)
-        theirs.close()
+        with theirs:
+            self._forked = fork_call(function, name, fds=(theirs.fileno(), parent_lives, 2))
         os.close(parent_lives)
         self.stdin, self.stdout = ours.makefile("w", encoding="utf-8"), ours.makefile("r", encoding="utf-8")
         ours.close()  # the files keep it
+        self.patience, self.kill = self._forked.patience, self._forked.kill
+        self.pid = 0  # until it is forked
+
+    def read_pid(self) -> None:
+        """Waits until the process is forked. Reads no byte more, because whoever waits for hello polls the socket."""
+        if sent := os.read(self.stdout.fileno(), _PID.size):
+            self.pid = _PID.unpack(sent)[0]
 
     def wait(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        self._forked.wait()
         if self._life >= 0:
             os.close(self._life)
             self._life = -1
 
-    @staticmethod
-    def _answer(theirs: socket.socket, parent_lives: int, serve: Callable[[IO[str], IO[str]], None]) -> NoReturn:
-        """Continues as the process that answers, until this end of the socket is the only one. ``parent_lives``: the
-        end for reading of a pipe that the parent holds open."""
-        try:
-            signal_at_hang_up(parent_lives)
-            os.setsid()  # Ctrl-C is for the controller
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(2, 1)  # output of frameworks must not mix with that of the controller
-            # Whoever waits for the end of a socket or pipe of the controller would wait for this process, too.
-            low, high = sorted((theirs.fileno(), parent_lives))
-            os.closerange(3, low)
-            os.closerange(low + 1, high)
-            os.closerange(high + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-            queries, answers = theirs.makefile("r", encoding="utf-8"), theirs.makefile("w", encoding="utf-8")
-            serve(queries, answers)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
+
+def answer_in_fork(theirs: int, parent_lives: int, serve: Callable[[IO[str], IO[str]], None]) -> NoReturn:
+    """Continues as the process that answers, until this end of the socket ``theirs`` is the only one. ``parent_lives``:
+    the end for reading of a pipe that the controller holds open."""
+    try:
+        signal_at_hang_up(parent_lives)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)  # output of frameworks must not mix with that of the controller
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        end = socket.socket(fileno=theirs)
+        queries, answers = end.makefile("r", encoding="utf-8"), end.makefile("w", encoding="utf-8")
+        end.send(_PID.pack(os.getpid()))
+        serve(queries, answers)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 class ForkedProcess(EnvironmentProcess):
-    """Answers queries in a fork of this process. serve: reads queries from the first file, and answers into the
-    other one."""
+    """Answers queries in a process that is forked from the preload server."""
 
-    def __init__(self, what: str, serve: Callable[[IO[str], IO[str]], None], *, limit_s: float) -> None:
+    def __init__(self, what: str, function: str, name: str, *, limit_s: float) -> None:
+        """function: gets ``name`` and the first two arguments of ``answer_in_fork``, which it has to call."""
         self._what, self._limit_s = what, limit_s
-        self.process: Any = _Fork(serve)
+        self.process: Any = _Fork(function, name)
+
+    def _started(self) -> dict[str, Any]:
+        patience = self.process.patience()
+        while not self._is_readable(_TICK_S):
+            if why := patience.why_over():
+                self.end()
+                return {"kind": "failed", "message": f"its process is not forked: {why}"}
+        self.process.read_pid()
+        return super()._started()
+
+    def end(self) -> None:
+        if not self.process.pid:
+            self.process.kill()
+        else:
+            signal_group(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def answer_queries(

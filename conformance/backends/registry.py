@@ -1,7 +1,8 @@
 """Queries a backend adapter (supported cells, packages) in a process of its own.
 
 An adapter never runs in the process that judges it, because it could change the judge there. Its process is forked
-from that one, so that it need not import torch again. It answers queries line by line, as JSON.
+from the preload server (conformance.runtime.preload_server), so that it need not import torch and transformers again,
+and is free of CUDA and NVML, which do not survive a fork. It answers queries line by line, as JSON.
 
 A framework may also pin packages that conflict with those of oracle and judge. So an adapter and its ranks may use
 another environment (`--python BACKEND=EXECUTABLE`), where the process is
@@ -13,16 +14,14 @@ The environment needs this version of backend-parity (``pip install --no-deps``)
 """
 
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NoReturn, Protocol
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 import conformance
@@ -37,7 +36,14 @@ from conformance.backends.protocol import (
     is_registered,
 )
 from conformance.backends.protocol import find_backend as find_here
-from conformance.backends.query_process import NEEDS, EnvironmentProcess, ForkedProcess, answer_queries, serve_queries
+from conformance.backends.query_process import (
+    NEEDS,
+    EnvironmentProcess,
+    ForkedProcess,
+    answer_in_fork,
+    answer_queries,
+    serve_queries,
+)
 from conformance.core.errors import UsageError, one_line
 from conformance.core.packages import package_version
 from conformance.spec.conventions import Convention, Conventions, in_cell
@@ -202,16 +208,6 @@ def _first_cause(error: BaseException) -> BaseException:
     return seen[-1]
 
 
-class _Spawned(EnvironmentProcess):
-    """Answers queries about an adapter in a new interpreter of this environment."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, sys.executable, __name__, name, limit_s=LIMIT_S)
-
-    def check(self) -> None:
-        """Waits for nothing: the suite is this one, and several adapters import at the same time."""
-
-
 class SubprocessAdapter:
     """Queries an adapter in a process of its own, which ends with this one."""
 
@@ -231,7 +227,7 @@ class SubprocessAdapter:
         elif python:
             self._process = EnvironmentProcess(self._what[:-2], python, __name__, name, limit_s=LIMIT_S)
         else:
-            self._process = _process_here(name)
+            self._process = forked_process(name)
         hello, needs = self._process.hello, NEEDS.format(conformance.__version__)
         if "message" in hello:
             self._process.end()
@@ -340,23 +336,21 @@ def import_adapters(entries: Sequence[BackendEntry]) -> None:
     """Starts the processes of adapters that are not there, so that they import at the same time."""
     for entry in entries:
         if not entry.python and (entry.target, "") not in _there and (name := _own_name(entry)) not in _begun:
-            _begun[name] = _process_here(name)
-
-
-def _process_here(name: str) -> EnvironmentProcess:
-    """Starts the process of an adapter in this environment: a fork, which is faster, or a new interpreter where there
-    are GPUs. Neither CUDA nor NVML survives a fork, and libraries such as torchao query a GPU when they are imported.
-    """
-    return _Spawned(name) if torch.cuda.device_count() else forked_process(name)
+            _begun[name] = forked_process(name)
 
 
 def forked_process(name: str) -> ForkedProcess:
-    """Starts the process of an adapter as a fork of this one."""
+    """Starts the process of an adapter in this environment."""
+    return ForkedProcess(name, f"{answer.__module__}:{answer.__name__}", name, limit_s=LIMIT_S)
+
+
+def answer(name: str, end: int, parent_lives: int) -> NoReturn:
+    """Answers queries about an adapter, in a process of the preload server. See ``answer_in_fork``."""
 
     def serve(queries: IO[str], answers: IO[str]) -> None:
         serve_queries(queries, answers, name, _made, _reply, _error_message)
 
-    return ForkedProcess(name, serve, limit_s=LIMIT_S)
+    answer_in_fork(end, parent_lives, serve)
 
 
 def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:

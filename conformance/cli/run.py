@@ -19,6 +19,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from conformance.backends.registry import import_adapters
 from conformance.bisect.explain import describe
 from conformance.bisect.run import any_differs, bisect_cell, bisect_run
 from conformance.cli import EXIT
@@ -33,7 +34,7 @@ from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, AtOnce, Demands, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
-from conformance.matrix.profile import select_cells
+from conformance.matrix.profile import select_cells, selected_backends
 from conformance.records.record_format import dumps
 from conformance.results.history import read_baseline
 from conformance.results.output_folders import merge, rewrite_summary, slim
@@ -96,6 +97,7 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
     if again.resume and options.out:
         raise UsageError("--resume continues in the folder of the earlier run; omit --out")
     out = Path(again.resume) if again.resume else output_folder(options.out)
+    import_adapters(selected_backends(selection))  # while this process plans
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     text = selection.text(ranks)
     earlier = read_earlier(out, plan, ranks, selection=text) if again.resume else None

@@ -18,7 +18,7 @@ from conformance.core.errors import shown
 INERT = re.compile(
     r"_?name_or_path|architectures|auto_map|model_type|(torch_)?dtype|.*_?version|tokenizer_class|model_name|ep_size|"
     r"(model_)?max_position_embeddings|model_max_length|max_sequence_length|seq_length|.*_token_ids?|id2label|label2id|"
-    r".*attn_impl(ementation)?.*|.*flash_att.*|use_sdpa|(.*_)?initializer(_.*)?|(.*_)?init(_.*)?|unsloth_.*|transformers\..*"
+    r".*attn_impl(ementation)?.*|.*flash_att.*|use_sdpa|use_cache|(.*_)?initializer(_.*)?|(.*_)?init(_.*)?|unsloth_.*|transformers\..*"
 )
 RANDOM = re.compile(r"dropout|pdrop|layer_?drop|drop_(path|rate|prob)|_drop$|jitter")
 OF_CLASSIFIERS = re.compile(r"(classifier|summary)_")  # starts of names that only classification heads read

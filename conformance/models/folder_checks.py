@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,12 +113,21 @@ def replaced_code(folder: Path) -> str:
     """Names the model type whose code in the folder transformers' own class replaces; empty if the folder has none."""
     if CONFIG not in _references(folder):
         return ""
+    kind = read_json(folder / CONFIG).get("model_type")
+    if not isinstance(kind, str) or not _is_named_by_transformers(kind):
+        return ""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # takes seconds
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = read_json(folder / CONFIG).get("model_type")
-    known = isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return str(kind) if known else ""
+    return kind if kind in CONFIG_MAPPING_NAMES and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else ""
+
+
+@cache
+def _is_named_by_transformers(kind: str) -> bool:
+    """Returns whether the files with transformers' tables of model types, which are not imported, name ``kind``."""
+    found = find_spec("transformers")
+    files = Path(found.origin).parent.glob("models/auto/*.py") if found and found.origin else ()
+    return any(f'"{kind}"' in file.read_text(encoding="utf-8") for file in files)
 
 
 def code_remarks(folder: Path) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def _remove(out: Path, records: Iterable[Path]) -> None:
 
 ReadBaseline = Callable[[str], Baseline]
 # Keys of the environment that may differ between the jobs of a run.
-MAY_DIFFER = ("platform", "cpus", "gpus", "CUDA_VISIBLE_DEVICES", COMMIT)
+MAY_DIFFER = ("platform", "cpus", "gpus", "CUDA_VISIBLE_DEVICES", "mps", COMMIT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
         "gpus": _gpus(),
         **({RANKS_PER_GPU: ranks_per_gpu} if ranks_per_gpu > 1 else {}),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.device_count() else None,
         **{name: package_version(name) for name in (*PACKAGES, *filter(is_installed, WHERE_INSTALLED))},
         "backend-parity": conformance.__version__,
         COMMIT: commit(PACKAGE.parent),

@@ -86,7 +86,7 @@ class Where:
         if self.fleet is not None:
             self._slots = Slots(self.fleet)
         elif gpus:
-            self._slots = Gpus(gpus, work_dir=work_dir)
+            self._slots = Gpus(gpus, work_dir=work_dir, shared=config.ranks_per_gpu > 1)
         elif config.lanes > 1:
             self._slots = Lanes(config.lanes, work_dir=work_dir)
         self.pool = Pool(work_dir=work_dir, slots=self._slots)
@@ -107,8 +107,8 @@ class Where:
 
     @property
     def oracles(self) -> int:
-        """Returns how many oracle runs may use GPUs at once: one on each, or in half of its shares."""
-        return max(len(gpus_of(self._gpus)), len(self._gpus) // 2, 1)
+        """Returns how many oracle runs may use GPUs at once: one on each, or in a quarter of its shares."""
+        return max(len(gpus_of(self._gpus)), len(self._gpus) // 4, 1)
 
     @property
     def is_packed(self) -> bool:
@@ -128,6 +128,12 @@ class Where:
     def leased(self) -> dict[str, float]:
         """Returns the share of the session's time that each GPU, or slot of a host, was leased; see Busy.shares."""
         return self._slots.busy.shares() if self._slots is not None and self.is_leased else {}
+
+    @property
+    def mps(self) -> dict[str, str]:
+        """Returns the entry ``mps`` of the environment; empty if no ranks share GPUs of this host."""
+        state = self._slots.mps if isinstance(self._slots, Gpus) else ""
+        return {"mps": state} if state else {}
 
     def close(self) -> None:
         self.pool.close()
@@ -188,8 +194,16 @@ class AtOnce:
             yield cell, self._threads.submit(run, cell)
 
     def ordered(self, cells: Sequence[Cell]) -> Sequence[Cell]:
-        """Returns the cells in the order in which they start."""
-        return sorted(cells, key=lambda cell: -cell.world_size) if self.is_parallel else cells
+        """Returns the cells in the order in which they start: the cheapest one of each backend, so that a verdict comes
+        early, then the largest ones, and of one size those with the same oracle together."""
+        if not self.is_parallel:
+            return cells
+        ahead: dict[str, Cell] = {}
+        for cell in sorted(cells, key=_cost):
+            ahead.setdefault(cell.backend, cell)
+        left = {id(cell) for cell in cells} - {id(cell) for cell in ahead.values()}
+        rest = sorted(cells, key=lambda cell: (-cell.world_size, cell.scenario.name, cell.scenario.model_name))
+        return [*ahead.values(), *(cell for cell in rest if id(cell) in left)]
 
     def cancel(self) -> None:
         """Starts no further cell."""
@@ -201,6 +215,13 @@ class AtOnce:
         if self._threads is not None:
             self._threads.shutdown()
             torch.set_num_threads(self._processors)
+
+
+def _cost(cell: Cell) -> tuple[int, ...]:
+    """Ranks cells by the time until their verdict: by processes that are started anew, noise runs, and tokens."""
+    data, roles = cell.scenario.data, cell.scenario.objective.roles
+    tokens = cell.scenario.steps * data.rows * data.max_len * len(roles)
+    return len(cell.phases), not cell.scenario.tier.is_exact, tokens, cell.world_size
 
 
 @dataclass(frozen=True, kw_only=True)

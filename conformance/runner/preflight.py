@@ -31,6 +31,7 @@ from conformance.core.host import HostResources, available_memory
 from conformance.matrix.cell import Cell, Phase
 from conformance.matrix.options import Ranks
 from conformance.models.synthetic import is_large
+from conformance.records.header_checks import noise_runs
 from conformance.results.verdict import Verdict
 from conformance.runner.environment import model_sizes
 from conformance.runner.resource_estimate import (
@@ -88,7 +89,9 @@ def leased_gpus(ranks: Ranks, *, cells: Sequence[Cell] = (), workers: int = 1) -
     # Processes take turns on a GPU, so more ranks are slower (docs/measurements/speed.md).
     ranks_at_once = min(lanes_of_host(), int(available_memory() / ON_GPU))
     at_once = min(workers or max(1, ranks_at_once // (each * max(1, len(gpus)))), fitting)
-    return shares_of(gpus, each * at_once)
+    # Noise runs lease shares as well, and would take those of cells.
+    has_noise = at_once > 1 and any(noise_runs(cell.scenario.precision) for cell in cells)
+    return shares_of(gpus, each * at_once + (at_once // 2 if has_noise else 0))
 
 
 MOST_ON_A_GPU = 16  # ranks at once; each has a context, and so has each idle rank
@@ -259,6 +262,10 @@ class Refusals:
         declared = {one.kind for one in self.conventions(cell)}
         found = in_cell(KNOWN, cell.scenario, cell.phases[0].layout)
         return tuple(one for one in found if one.kind not in declared and _can_show(one, cell))
+
+    def can_be_asked(self, cell: Cell) -> bool:
+        """Returns whether the adapters of all phases could be imported. Raises UsageError for a wrong target."""
+        return not any(isinstance(self.adapter(phase.backend), Verdict) for phase in cell.phases)
 
     def adapter(self, backend: BackendEntry) -> Adapter | Verdict:
         """Returns the adapter, or the verdict of all its cells if it cannot be imported. Raises UsageError for a wrong

@@ -40,14 +40,15 @@ class ResultWriter:
         config: SessionConfig,
         *,
         environment: Mapping[str, Any],
+        mps: Callable[[], Mapping[str, str]],
         leased: Callable[[], Mapping[str, float]],
         gpu_active: Callable[[], Mapping[str, float]],
         oracles: Oracles,
         expectations: Expectations,
     ) -> None:
-        """leased, gpu_active: see conformance.results.run_results.Run."""
+        """leased, gpu_active: see conformance.results.run_results.Run. mps: see Where."""
         self._config, self._oracles, self._expectations = config, oracles, expectations
-        self._leased, self._gpu_active = leased, gpu_active
+        self._leased, self._gpu_active, self._mps = leased, gpu_active, mps
         self.environment = {**(config.earlier.run.environment if config.earlier else {}), **environment}
         earlier = config.earlier.entries if config.earlier else ()
         self.earlier: Mapping[str, Entry] = {entry.cell: entry for entry in earlier}
@@ -113,7 +114,7 @@ class ResultWriter:
             profile=config.profile,
             device=config.device,
             command=config.command or shlex.join(["parity", "run", *config.arguments]),
-            environment=self.environment,
+            environment={**self.environment, **self._mps()},
             leased=self._leased(),
             phases=seconds_by_phase(timeline.spans),
             cpu_seconds=round(seconds_of_tree(os.getpid()), 2),

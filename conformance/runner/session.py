@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from conformance.backends.registry import versions_of
@@ -47,6 +48,7 @@ from conformance.runtime.gpu_leases import unleased_use
 from conformance.spec.conventions import Conventions
 
 logger = logging.getLogger(__name__)
+TOKENIZERS = "transformers.models.auto.tokenization_auto"  # most of the time until the first inputs are prepared
 ONLY_WRITTEN = "are judged only for families that the oracle computes itself (docs/reference/models.md); leave them out"
 
 
@@ -95,6 +97,7 @@ class Session:
         self.results = ResultWriter(
             config,
             environment=started,
+            mps=lambda: where.mps,
             leased=lambda: where.leased,
             gpu_active=ActivityMeter(config.gpus).shares,
             oracles=self._oracles,
@@ -126,9 +129,13 @@ class Session:
         more.
         """
         self._oracles.prepare()
+        import_module(TOKENIZERS)  # while the adapters import
         timeline.switch("announce")
         self.announce(cells)
         timeline.switch("prepare")
+        if self._pool.is_shared:  # all backends import while their adapters are asked
+            known = [cell for cell in cells if self._refusals.can_be_asked(cell)]
+            import_ahead(self._pool, known, self.config.device)
         with lasting(self.config.out):
             self._run_announced(cells, progress)
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -212,10 +212,11 @@ class Forkservers:
 class BlockStarter:
     """Starts worker groups on one block of slots, from forkservers that all blocks share.
 
-    variables, slots: see ForkserverHandle.start_worker_group.
+    variables, slots: see ForkserverHandle.start_worker_group. more: returns further variables, when ranks start.
     """
 
     forkservers: Forkservers
+    more: Callable[[], Mapping[str, str]] = dict
     variables: Mapping[str, str] = field(default_factory=dict)
     slots: Sequence[Slot] = ()
 
@@ -223,7 +224,7 @@ class BlockStarter:
         self.forkservers.prepare(config)
 
     def start(self, config: WorkerGroupConfig) -> WorkerGroup:
-        return self.forkservers.start(config, variables=self.variables, slots=self.slots)
+        return self.forkservers.start(config, variables={**self.variables, **self.more()}, slots=self.slots)
 
     def terminate(self) -> None:
         self.forkservers.terminate()

@@ -129,13 +129,16 @@ class LeasedSlots:
 
 
 class Gpus(LeasedSlots):
-    """Leases GPUs of this host by UUID, or shares of them. ``work_dir``: for the logs of forkservers."""
+    """Leases GPUs of this host by UUID, or shares of them.
 
-    def __init__(self, gpus: Block, *, work_dir: Path) -> None:
+    work_dir: for the logs of forkservers. shared: whether ranks of one worker group share a GPU.
+    """
+
+    def __init__(self, gpus: Block, *, work_dir: Path, shared: bool = True) -> None:
         what = "GPUs" if gpus_of(gpus) == gpus else "shares of GPUs"
         super().__init__(gpus, what=what, folder=lease_folder())
         self._gpus, self._forkservers = gpus, Forkservers(work_dir)
-        self._mps = Mps() if gpus_of(gpus) != gpus else None
+        self._mps = Mps(is_wanted=shared) if gpus_of(gpus) != gpus else None
 
     def names(self) -> Block:
         return self._gpus
@@ -143,17 +146,28 @@ class Gpus(LeasedSlots):
     def names_of_a_host(self) -> Block:
         return self._gpus
 
+    def _wanted(self, config: WorkerGroupConfig, everything: bool = False) -> tuple[Block, int]:
+        """Offers a group of one rank the last shares first, so that it breaks no block of larger groups."""
+        names, size = super()._wanted(config, everything)
+        return names[::-1] if size == 1 and self._mps is not None else names, size
+
     def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
         return blocks(*self._wanted(config))[:1] if config.size <= len(self._gpus) else []
 
     def starter(self, block: Block) -> BlockStarter:
-        variables = visible_to(block) | network_of(block) | (self._mps.variables() if self._mps else {})
-        return BlockStarter(forkservers=self._forkservers, variables=variables, slots=slots_of(block))
+        more = self._mps.variables if self._mps else dict
+        variables = visible_to(block) | network_of(block)
+        return BlockStarter(forkservers=self._forkservers, variables=variables, slots=slots_of(block), more=more)
 
     def close(self) -> None:
         self._forkservers.close()
         if self._mps is not None:
             self._mps.close()
+
+    @property
+    def mps(self) -> str:
+        """Returns whether ranks that share GPUs compute under MPS, for the summary; empty if none share one."""
+        return self._mps.state if self._mps else ""
 
     @cached_property
     def _bytes(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Lets ranks of several processes compute on a GPU at the same time, by NVIDIA's Multi-Process Service (MPS).
 
 Without it the processes take turns, and a collective between ranks that share a GPU waits for the turn of each of them.
-A run that shares GPUs starts a daemon of its own, changes no setting of the GPU, and ends the daemon with itself. With
-a daemon of the user (``CUDA_MPS_PIPE_DIRECTORY``), without the driver's programs, or where no client can connect, the
-run goes on as it is.
+A run in which ranks of a cell share GPUs starts a daemon of its own, changes no setting of the GPU, and ends the daemon
+with itself. With a daemon of the user (``CUDA_MPS_PIPE_DIRECTORY``), without the driver's programs, or where no client
+can connect, the run goes on as it is. The summary says which of these it was.
 
 The module is also the program that keeps the daemon, ``python mps.py FOLDER``, as long as its standard input is open.
 It imports nothing of the suite.
@@ -18,10 +18,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
-SWITCH = "PARITY_MPS"  # "1" starts a daemon
+SWITCH = "PARITY_MPS"  # "0": no daemon; "1": also for cells that share a GPU, whose ranks do not
 _CONTROL = "nvidia-cuda-mps-control"
 _PIPE, _LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _START_LIMIT_S = 20.0  # the server starts with its first client
@@ -34,15 +35,19 @@ logger = logging.getLogger(__name__)
 class Mps:
     """Keeps a daemon for the ranks of this run that share GPUs. Threads share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_wanted: bool = True) -> None:
+        """is_wanted: whether to start a daemon without SWITCH."""
         self._process: subprocess.Popen[str] | None = None
         self._folder: Path | None = None
         self._variables: dict[str, str] | None = None
-        if os.environ.get(SWITCH) != "1" or _PIPE in os.environ:
-            self._variables = {}
+        self._starting = threading.Lock()
+        self.state = "starting"  # for the summary
+        if os.environ.get(SWITCH, str(int(is_wanted))) != "1":
+            self._go_without(f"off ({SWITCH})" if SWITCH in os.environ else "off")
+        elif _PIPE in os.environ:
+            self._go_without(f"the user's ({_PIPE})")
         elif shutil.which(_CONTROL) is None:
-            self._variables = {}
-            logger.warning("ranks that share a GPU take turns: %s is not installed", _CONTROL)
+            self._go_without(f"off: {_CONTROL} is not installed", warns=True)
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="parity-mps-"))  # a socket's path has at most 107 bytes
             self._process = subprocess.Popen(
@@ -55,15 +60,22 @@ class Mps:
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables of ranks that share GPUs. Waits for the daemon, which starts meanwhile."""
-        if self._variables is None:
-            assert self._process is not None
-            assert self._process.stdout is not None
-            ready = select.select([self._process.stdout], [], [], _START_LIMIT_S)[0]
-            answer = self._process.stdout.readline().strip() if ready else f"no answer within {_START_LIMIT_S:g} s"
-            if answer != "ready":
-                logger.warning("ranks that share a GPU take turns: MPS does not start: %s", answer or "it has ended")
-            self._variables = _variables_of(self._folder) if answer == "ready" and self._folder else {}
-        return self._variables
+        with self._starting:
+            if self._variables is None:
+                assert self._process is not None
+                assert self._process.stdout is not None
+                ready = select.select([self._process.stdout], [], [], _START_LIMIT_S)[0]
+                answer = self._process.stdout.readline().strip() if ready else f"no answer within {_START_LIMIT_S:g} s"
+                if answer == "ready" and self._folder:
+                    self._variables, self.state = _variables_of(self._folder), "on"
+                else:
+                    self._go_without(f"off: MPS does not start: {answer or 'it has ended'}", warns=True)
+            return self._variables or {}
+
+    def _go_without(self, state: str, *, warns: bool = False) -> None:
+        self._variables, self.state = {}, state
+        if warns:
+            logger.warning("ranks that share a GPU take turns: %s", state.partition(": ")[2])
 
     def close(self) -> None:
         """Ends the daemon. Its ranks have ended before."""

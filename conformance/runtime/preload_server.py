@@ -2,6 +2,8 @@
 
 Run as ``python -m conformance.runtime.preload_server CONTROL_FD``. Importing torch and transformers is most of the work
 of starting a forkserver. A forkserver that is forked from here has them, and imports only its backend's own modules.
+The processes that answer queries about adapters (conformance.backends.registry) are forked from here for the same
+reason, and because neither CUDA nor NVML, which the controller may have queried, survives a fork.
 
 The preload server ends when its controller does, because its socket closes, and the kernel then signals its
 forkservers. It never runs a task and stays single-threaded, because threads do not survive a fork.
@@ -54,7 +56,7 @@ _SEND_LIMIT_S = 0.1
 
 
 class Forked:
-    """Controls a forked forkserver, with the needed part of subprocess.Popen's interface."""
+    """Controls a process that the preload server forks, with the needed part of subprocess.Popen's interface."""
 
     def __init__(self, preload_server: "_PreloadServer", number: int, status_fd: int) -> None:
         self._preload_server, self._number, self._status_fd = preload_server, number, status_fd
@@ -83,7 +85,7 @@ class Forked:
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
-            is_sent = self._preload_server.wire.send({"do": "signal", "forkserver": self._number, "signal": number})
+            is_sent = self._preload_server.wire.send({"do": "signal", "fork": self._number, "signal": number})
             if (
                 is_sent and not self._preload_server.has_imported()
             ):  # not forked yet: it gets the signal right after the fork
@@ -126,16 +128,15 @@ class _PreloadServer:
         self._has_imported = self._has_imported or _is_readable(self.wire.fileno(), limit_s=0)
         return self._has_imported
 
-    def fork(self, preload: Sequence[str], *, device: Device, control: socket.socket, log: IO[bytes]) -> Forked:
-        """Requests a forkserver, and does not wait for it. Raises StartError if the preload server does not read the
-        request in time, and OSError if this process cannot open more files."""
+    def fork(self, request: Message, *, fds: Sequence[int]) -> Forked:
+        """Requests a fork with the descriptors ``fds``, and does not wait for it. Raises StartError if the preload
+        server does not read the request in time, and OSError if this process cannot open more files."""
         number = next(self._numbers)
-        request: Message = {"do": "fork", "forkserver": number, "preload": preload, "cwd": str(Path.cwd())}
-        request |= {"environment": environment(device), "path": absolute_path()}
+        request = {**request, "do": "fork", "fork": number, "cwd": str(Path.cwd()), "path": absolute_path()}
         status_fd, write_fd = os.pipe()
         try:
             patience = self.patience()
-            while not self.wire.send(request, fds=[control.fileno(), log.fileno(), write_fd], limit_s=_SEND_LIMIT_S):
+            while not self.wire.send(request, fds=[*fds, write_fd], limit_s=_SEND_LIMIT_S):
                 if why := "it has died" if not self.is_alive else patience.why_over():
                     raise StartError(f"the process that forks others reads no requests: {why}")
         except BaseException:
@@ -161,21 +162,29 @@ def fork_forkserver(preload: Sequence[str], *, device: Device, control: socket.s
     device: of its ranks. control: the forkserver's end of its control socket. log: gets its output. Raises OSError if
     the host lacks the resources, and StartError if the preload server reads no requests.
     """
+    request: Message = {"preload": list(preload), "environment": environment(device)}
+    return _server().fork(request, fds=[control.fileno(), log.fileno()])
+
+
+def fork_call(function: str, argument: str, fds: Sequence[int]) -> Forked:
+    """Forks a process that calls ``function`` ("package.module:name") with an argument and its copies of ``fds``, but
+    the last one, which gets its output. It has this process's environment. Raises as ``fork_forkserver`` does."""
+    request: Message = {"call": function, "argument": argument, "environment": dict(os.environ)}
+    return _server().fork(request, fds=fds)
+
+
+def _server() -> _PreloadServer:
+    """Returns the preload server of this process, and starts it if there is none."""
     global _preload_server
     with _starting:
         if _preload_server is None or not _preload_server.is_alive:
             _preload_server = _PreloadServer()
-        server = _preload_server
-    return server.fork(preload, device=device, control=control, log=log)
+        return _preload_server
 
 
 def import_ahead(packages: Sequence[str]) -> None:
-    """Starts the preload server of this process, if there is none, and lets it import what these packages share."""
-    global _preload_server
-    with _starting:
-        if _preload_server is None or not _preload_server.is_alive:
-            _preload_server = _PreloadServer()
-            _preload_server.wire.send({"do": "import", "preload": list(packages)})
+    """Lets the preload server of this process, which is started if needed, import what these packages share."""
+    _server().wire.send({"do": "import", "preload": list(packages)})
 
 
 def environment(device: Device | None = None, *, is_other: bool = False) -> dict[str, str]:
@@ -281,15 +290,18 @@ class _Server:
                 if message is None:
                     return
                 if message["do"] == "fork":
-                    _import_shared(message["preload"])
+                    _import_shared(message.get("preload", ()))
                     self._own |= set(children()) - {child.pid for child in self._children.values()}
                     self._fork(message, *fds)
                 elif message["do"] == "import":
                     _import_shared(message["preload"])
                 else:
-                    self._signal(message["forkserver"], message["signal"])
+                    self._signal(message["fork"], message["signal"])
 
-    def _fork(self, message: Message, control_fd: int, log_fd: int, status_fd: int) -> None:
+    def _fork(self, message: Message, *fds: int) -> None:
+        """Forks. ``fds``: the descriptors of the child, of which the last one that it keeps is for its output, and the
+        end of a pipe that gets its exit status."""
+        *fds_of_child, log_fd, status_fd = fds
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -303,11 +315,11 @@ class _Server:
                     os.close(fd)
                 for child in self._children.values():
                     os.close(child.status_fd)
-                _become_forkserver(message, parent, control_fd, log_fd)
-            child = _Child(number=message["forkserver"], pid=pid, status_fd=status_fd)
+                _become(message, parent, fds_of_child, log_fd)
+            child = _Child(number=message["fork"], pid=pid, status_fd=status_fd)
             self._children[os.pidfd_open(pid)] = child
-        os.close(control_fd)
-        os.close(log_fd)
+        for fd in (*fds_of_child, log_fd):
+            os.close(fd)
 
     def _signal(self, which: int, number: int) -> None:
         for child in self._children.values():
@@ -349,8 +361,9 @@ def _import(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _become_forkserver(message: Message, parent: int, control_fd: int, log_fd: int) -> NoReturn:
-    """Continues as a forkserver in the child of a fork, with the controller's folder, environment and path."""
+def _become(message: Message, parent: int, fds: Sequence[int], log_fd: int) -> NoReturn:
+    """Continues as a forkserver, or calls a function, in the child of a fork, with the controller's folder, environment
+    and path."""
     status = 1
     try:
         os.setsid()
@@ -362,7 +375,11 @@ def _become_forkserver(message: Message, parent: int, control_fd: int, log_fd: i
         os.environ.update(message["environment"])
         sys.path[:] = message["path"]
         invalidate_caches()
-        forkserver.main([str(control_fd), str(parent), "forked", *message["preload"]])
+        if "call" in message:
+            module, _, function = message["call"].partition(":")
+            getattr(import_module(module), function)(message["argument"], *fds)
+        else:
+            forkserver.main([*map(str, fds), str(parent), "forked", *message["preload"]])
         status = 0
     except BaseException:
         traceback.print_exc()

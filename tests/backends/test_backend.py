@@ -33,6 +33,7 @@ def test_an_adapter_stuck_in_its_imports_ends_with_a_killed_controller(tmp_path:
         import os, signal
         from conformance.backends.registry import forked_process
         adapter = forked_process("stuck:Adapter")
+        adapter.process.read_pid()
         print(adapter.process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """

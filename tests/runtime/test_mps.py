@@ -48,7 +48,7 @@ def test_where_no_client_connects_a_run_says_so_and_goes_on(
     (tmp_path / "libcuda.so.1").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     slots = Gpus(("GPU-a#0", "GPU-a#1"), work_dir=tmp_path / "worlds")
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in slots.starter(("GPU-a#0", "GPU-a#1")).variables
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in slots.starter(("GPU-a#0", "GPU-a#1")).more()
     slots.close()
     assert "ranks that share a GPU take turns: MPS does not start: " in caplog.text
     assert "libcuda.so.1: file too short" in caplog.text
@@ -66,8 +66,29 @@ def test_without_the_drivers_programs_a_run_says_so(
 
 def test_a_daemon_of_the_user_is_left_alone(daemon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/theirs")
-    assert mps.Mps().variables() == {}
+    theirs = mps.Mps()
+    assert theirs.variables() == {}
+    assert theirs.state == "the user's (CUDA_MPS_PIPE_DIRECTORY)"
     assert not daemon.exists()
+
+
+@pytest.mark.parametrize(
+    ("switch", "shared", "starts"), [(None, True, True), (None, False, False), ("0", True, False), ("1", False, True)]
+)
+def test_a_daemon_starts_where_ranks_of_a_cell_share_a_gpu(
+    switch: str | None, shared: bool, starts: bool, daemon: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if switch is None:
+        monkeypatch.delenv(mps.SWITCH)
+    else:
+        monkeypatch.setenv(mps.SWITCH, switch)
+    slots = Gpus(("GPU-a#0", "GPU-a#1"), work_dir=tmp_path, shared=shared)
+    assert (slots.mps == "starting") == starts
+    if starts:
+        assert slots.starter(("GPU-a#0",)).more() == {}  # no client connects
+        assert slots.mps.startswith("off: MPS does not start: ")
+    slots.close()
+    assert daemon.exists() == starts
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler makes the driver of this test")

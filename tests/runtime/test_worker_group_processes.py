@@ -129,7 +129,7 @@ def test_a_preload_server_that_reads_nothing_is_told(tmp_path: Path, monkeypatch
 def fill_socket() -> None:
     """Send the stopped preload server signals for nobody, until its socket takes no more."""
     assert preload_server._preload_server is not None
-    while preload_server._preload_server.wire.send({"do": "signal", "forkserver": -1, "signal": 0}, limit_s=0.0):
+    while preload_server._preload_server.wire.send({"do": "signal", "fork": -1, "signal": 0}, limit_s=0.0):
         pass
 
 
