@@ -108,8 +108,26 @@ def test_as_many_cells_run_at_once_as_asked_for_and_no_more() -> None:
         at_once.join()
 
 
+def test_the_cheapest_cell_of_each_backend_starts_first_and_then_the_largest() -> None:
+    other = BackendEntry(name="other", target="plain_backend:Plain")
+    cells = [
+        make_cell("sft-packed", "llama", "dp8", "exact", backend=PLAIN),
+        make_cell("sft-packed", "llama", "dp1", "bf16", backend=PLAIN),
+        make_cell("sft-packed", "llama", "dp2", "exact", backend=PLAIN),
+        make_cell("sft-packed", "llama", "dp4", "bf16", backend=other),
+        make_cell("sft-packed", "llama", "dp2", "bf16", backend=other),
+    ]
+    at_once = AtOnce(2)
+    try:
+        assert [cells.index(cell) for cell in at_once.ordered(cells)] == [2, 4, 0, 3, 1]
+    finally:
+        at_once.cancel()
+        at_once.join()
+    assert AtOnce(1).ordered(cells) == cells
+
+
 def test_a_cell_runs_before_the_last_inputs_are_ready() -> None:
-    cells = [make_cell("sft-packed", "llama", layout, "exact") for layout in ("dp4", "dp2", "dp1")]
+    cells = [make_cell("sft-packed", "llama", layout, "exact") for layout in ("dp1", "dp4", "dp2")]
     first_ran = threading.Event()
 
     def ready(cell: Cell) -> None:
