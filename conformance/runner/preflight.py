@@ -151,6 +151,9 @@ class Refusals:
                 if method not in adapter.traits.methods:
                     reason = f"{backend.backend.name} has no {method}, so it cannot transfer training state"
                     return Verdict(state="unsupported", reason=f"{reason}; use a checkpoint or an export")
+        if "fp8delayed" in after.layout.options:
+            reason = "no checkpoint holds the histories of fp8delayed, so that a resumed phase would begin without"
+            return Verdict(state="unsupported", reason=f"{reason}; use a cell of one phase, or fp8tensor")
         if before.save != "checkpoint" or "supports_checkpoint" not in giver.traits.methods:
             return None
         return _refused_by(

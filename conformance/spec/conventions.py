@@ -243,11 +243,12 @@ class RouterLossSoFar(_OwnRouterLoss):
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Float8Products(Convention):
     """Multiplies in float8 in linear layers of decoder layers whose sizes are multiples of 16 (of 32 for
-    fp8mx), by the ``recipe`` that a layout option names, with scales of the current tensors.
+    fp8mx), by the ``recipe`` that a layout option names, with scales of the current tensors or, for fp8delayed, of
+    those of micro-batches before.
 
-    A tensor that has a scale is a micro-batch of one data rank: ``data_ranks``, ``micro_batches``. Its rows are filled
-    with token 0 up to a ``multiple`` of tokens, and filled tokens count in the scale. ``ends``: the first and the last
-    layer are left out.
+    A tensor that has a scale is a micro-batch of one data rank: ``data_ranks``, ``micro_batches``; for fp8delayed that
+    of all. Its rows are filled with token 0 up to a ``multiple`` of tokens, and filled tokens count in the scale.
+    ``ends``: the first and the last layer are left out.
     """
 
     kind: Literal["float8-products"] = "float8-products"

@@ -151,6 +151,10 @@ OPTIONS: Mapping[str, Term] = {
         "one scale for the weight",
         "torchao recipe rowwise_with_gw_hp",
     ),
+    "fp8delayed": Term(
+        "as fp8tensor, but with scales from the largest magnitudes of the 4 micro-batches before, of all ranks",
+        "torchao ScalingType.DELAYED (until 0.9), history_len; TransformerEngine DelayedScaling, amax_history_len",
+    ),
     "fp8mx": Term(
         "linear layers multiply in MXFP8 (e4m3): each 32 numbers along the sum have a scale, a power of two by which "
         "none of them becomes too large",
@@ -189,7 +193,7 @@ OPTIONS: Mapping[str, Term] = {
     "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
 ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself
-Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp", "fp8mx"]
+Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp", "fp8delayed", "fp8mx"]
 FLOAT8: tuple[Float8Recipe, ...] = get_args(Float8Recipe)  # a layout has at most one
 OWN_BALANCE = ("ownaux", "globalaux")
 _NEEDS_TP = ("plan", "seqpar", "losspar")

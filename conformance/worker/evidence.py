@@ -71,6 +71,7 @@ FUNCTIONS = (
     ("megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication"),
     ("megatron.core.transformer.moe.moe_utils", "RouterGatingLinearFunction"),
     ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
+    ("torchao.float8.stateful_float8_linear", "manual_float8_matmul_with_args_in_float8"),
 )
 
 _OVERWRITE = ("zero_", "fill_")  # operators that read none of their tensor's numbers, as where gradients are cleared

@@ -94,6 +94,44 @@ def scales_of_first_update(agree_on_scales: Function, model: Any) -> None:
 
 
 @FLOAT8_FAULTS.add(
+    summary="scales are those of the micro-batch before the last one",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/118, where magnitudes are copied before their reduction has ended",
+    stage="log-probs",
+    cells=_cells("fp8delayed"),
+    needs="fp8delayed, and three micro-batches",
+)
+def scales_one_micro_batch_late(update_scales: Function, model: Any) -> None:
+    update_scales(model)
+    scales = [buffer for name, buffer in model.named_buffers() if ".fp8_scale_" in name]
+    new = [scale.clone() for scale in scales]
+    for scale, late in zip(scales, getattr(model, "scales_of_last_update", new), strict=True):
+        scale.copy_(late)
+    model.scales_of_last_update = new
+
+
+@FLOAT8_FAULTS.add(
+    summary="each rank scales by the largest magnitudes of its own micro-batches",
+    source="https://github.com/AMD-AGI/Primus/pull/669, where reduce_amax was always False",
+    stage="log-probs",
+    cells=_cells("fp8delayed"),
+    needs="dp of 2 or more, and fp8delayed",
+)
+def magnitudes_of_own_rank(reduce_magnitudes: Function, magnitudes: Tensor, *_: Any) -> Tensor:
+    return magnitudes
+
+
+@FLOAT8_FAULTS.add(
+    summary="histories keep the magnitudes of the first micro-batch only, and scales follow from these and the last",
+    source="https://github.com/pytorch/ao/pull/1753 deletes the code; docs/findings/torchao-amax-history.md",
+    stage="log-probs",
+    cells=_cells("fp8delayed"),
+    needs="fp8delayed, and three micro-batches",
+)
+def histories_not_kept(keep_magnitudes: Function, layers: Any) -> None:
+    pass
+
+
+@FLOAT8_FAULTS.add(
     summary="the transposed weight of the backward pass is cached, and an update does not invalidate it",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/1596",
     stage="gradients",

@@ -4,7 +4,7 @@ torchao replaces torch.nn.Linear by a layer that casts the operands of its three
 multiplies them; in float64 and on a CPU, torchao multiplies the cast numbers in the precision of the cell's masters.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from conformance.spec.conventions import model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from impl.models.family_quirks import quirks_of
+from impl.models.support import is_older
 
 if TYPE_CHECKING:
     import transformers  # whose import takes seconds; the suite asks for support without it
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SHAPE_MULTIPLE = 32  # this backend's rows are filled up to a multiple of it, and of tp
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of this
 BLOCK = 32  # numbers of MXFP8 that share a scale
+HISTORY = 4  # micro-batches whose largest magnitude is the scale of the next, with fp8delayed
 RECIPES = {"fp8tensor": "tensorwise", "fp8row": "rowwise", "fp8rowhp": "rowwise_with_gw_hp"}
 BESIDE = {
     "fp8ends",
@@ -61,6 +63,16 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
     if "fp8ends" in layout.options and config.get("num_hidden_layers", 0) < 3:
         return "fp8ends leaves the first and the last layer out, and the model has no other; leave it out"
     found = package_version("torchao")
+    if recipe == "fp8delayed":
+        if layout.tp > 1:
+            return "torchao's layers with delayed scaling are not cut over tp; use tp1, or fp8tensor"
+        if not is_older("torchao", 0, 10):
+            return (
+                f"torchao {found} is installed, and torchao has delayed scaling until 0.9 only; "
+                f"pip install 'torchao==0.9.*'"
+            )
+    elif is_older("torchao", 0, 18):
+        return f"torchao {found} is installed, and {recipe} is built on 0.18; pip install 'torchao>=0.18'"
     if recipe == "fp8mx" and not found.startswith("0.18."):
         return f"torchao {found} is installed, and fp8mx is built on a prototype of 0.18; pip install 'torchao==0.18.*'"
     return ""
@@ -76,14 +88,13 @@ def cast_layers(model: "transformers.PreTrainedModel", layout: Layout, *, comput
     names = cast_names(model, layout.options)
     if layout.float8 == "fp8mx":
         return _cast_blocks_of(model, names)
+    per_tensor = layout.float8 in ("fp8tensor", "fp8delayed")
     from torchao.float8 import convert_to_float8_training  # only cells in float8 need torchao
 
     if compute == torch.float64:
         _round_in_float64()
     # With scales by row, the kernel gives results in bf16 only.
-    has_kernel = (
-        device != "cpu" and compute != torch.float64 and (layout.float8 == "fp8tensor" or compute.itemsize == 2)
-    )
+    has_kernel = device != "cpu" and compute != torch.float64 and (per_tensor or compute.itemsize == 2)
     config = float8_config(layout.float8, emulate=not has_kernel, gathers="fp8gather" in layout.options)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
 
@@ -92,8 +103,53 @@ def float8_config(option: str, *, emulate: bool, gathers: bool) -> Any:
     """Returns torchao's configuration of a recipe."""
     from torchao.float8 import Float8LinearConfig
 
+    if option == "fp8delayed":
+        from torchao.float8.config import CastConfig, DelayedScalingConfig, ScalingType
+
+        input_, weight, gradient = (CastConfig(scaling_type=ScalingType.DELAYED) for _ in range(3))
+        return Float8LinearConfig(
+            cast_config_input=input_,
+            cast_config_weight=weight,
+            cast_config_grad_output=gradient,
+            delayed_scaling_config=DelayedScalingConfig(history_len=HISTORY),
+            emulate=emulate,
+            pad_inner_dim=True,
+        )
     recipe = Float8LinearConfig.from_recipe_name(RECIPES[option])
     return replace(recipe, emulate=emulate, pad_inner_dim=True, enable_fsdp_float8_all_gather=gathers)
+
+
+def begin_histories(model: torch.nn.Module) -> None:
+    """Gives layers with delayed scaling empty histories, which belong to no state, when weights have memory."""
+    for layer in _layers_with_histories(model):
+        layer.create_buffers()
+        for name in layer.always_float32_buffers:
+            layer.register_buffer(name, getattr(layer, name).to(layer.weight.dtype), persistent=False)
+
+
+def update_scales(model: torch.nn.Module) -> None:
+    """Reduces the largest magnitudes of a micro-batch over all ranks, and computes the scales of the next one."""
+    from torchao.float8 import sync_float8_amax_and_scale_history
+
+    layers = _layers_with_histories(model)
+    sync_float8_amax_and_scale_history(model, layers)
+    keep_magnitudes(layers)
+
+
+@torch.no_grad()
+def keep_magnitudes(layers: Sequence[Any]) -> None:
+    """Adds the magnitudes of this micro-batch to the histories, which torchao does in copies of them only
+    (docs/findings/torchao-amax-history.md)."""
+    for layer in layers:
+        for operand in ("input", "weight", "grad_output"):
+            history = getattr(layer, f"fp8_amax_history_{operand}")
+            history.copy_(torch.cat([getattr(layer, f"fp8_amax_{operand}"), history[:-1]]))
+
+
+def _layers_with_histories(model: torch.nn.Module) -> list[Any]:
+    from torchao.float8.stateful_float8_linear import StatefulFloat8Linear
+
+    return [module for module in model.modules() if isinstance(module, StatefulFloat8Linear)]
 
 
 def agree_on_scales(model: torch.nn.Module) -> None:

@@ -46,7 +46,7 @@ from impl.engine.optimizers import (
 from impl.fsdp2 import dtensors
 from impl.fsdp2.dtensors import full_tensors, write_region
 from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
-from impl.fsdp2.float8 import SHAPE_MULTIPLE, agree_on_scales, cast_layers
+from impl.fsdp2.float8 import SHAPE_MULTIPLE, agree_on_scales, begin_histories, cast_layers, update_scales
 from impl.fsdp2.pipeline import Pipeline
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.distributed import Reading
@@ -119,6 +119,8 @@ class Fsdp2Model(HuggingFaceModel):
             freeze_others(model, optimizer)
         self._shard(model)
         self._read_weights(model)
+        if "fp8delayed" in self.options:
+            begin_histories(model)
         if optimizer is not None:
             self.max_grad_norm = optimizer.max_grad_norm
             self.optimizer = self.create_optimizer(model, optimizer)
@@ -248,6 +250,8 @@ class Fsdp2Model(HuggingFaceModel):
 
     def backward(self, loss: Tensor) -> None:
         self.scaled(loss).backward()
+        if "fp8delayed" in self.options:
+            update_scales(self.model)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Returns the loss times what FSDP2 divides gradients by, and times the loss scale."""

@@ -6,6 +6,7 @@ second in each process. scripts/third-opinion fetches it into a folder, and only
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,18 +23,36 @@ from conformance.spec.precision import PrecisionName
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.fsdp2 import float8
 
-FOLDER = Path(__file__).resolve().parents[2] / ".third-opinion" / "torchao"
+FOLDER = Path(__file__).resolve().parents[2] / ".third-opinion"
 STEPS_OF = {"scales-of-first-update": 3, "stale-transposed-weight": 2}
+OF_DELAYED = [fault.name for fault in FLOAT8_FAULTS if fault.cells.layouts["fsdp2"] == "dp2.fp8delayed"]
+# Six micro-batches, so that the first magnitudes leave the histories of four.
+LONGER = {"steps": 2, "accumulation": 3, "rows": 24}
+
+
+@contextmanager
+def session_with(package: str, out: Path) -> Iterator[Session]:
+    """A session whose ranks import torchao from this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        others = [path for path in sys.path if not path.startswith(str(FOLDER / "torchao"))]
+        patch.setattr(sys, "path", [*others, str(FOLDER / package)])  # ranks inherit it
+        if find_spec("torchao") is None:
+            pytest.skip("torchao is not here; scripts/third-opinion fetches it")
+        with Session(SessionConfig(out=out)) as session:
+            yield session
+
+
+@pytest.fixture
+def delayed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """torchao 0.9, the last release with delayed scaling. A test has it to itself: two releases share no process."""
+    with session_with("torchao-delayed", tmp_path_factory.mktemp("delayed")) as session:
+        yield session
 
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path, str(FOLDER)])  # ranks inherit it
-        if find_spec("torchao") is None:
-            pytest.skip("torchao is not here; scripts/third-opinion fetches it")
-        with Session(SessionConfig(out=tmp_path_factory.mktemp("float8"))) as session:
-            yield session
+    with session_with("torchao", tmp_path_factory.mktemp("float8")) as session:
+        yield session
 
 
 @pytest.mark.slow
@@ -52,6 +71,21 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def test_exact(session: Session, layout: str) -> None:
     verdict = assert_honest(session, cell_of("fsdp2", "sft-packed", "llama", layout, "exact"))
     assert len(verdict.conventions) == 1, "the numbers differ from those without float8"
+
+
+@pytest.mark.slow
+def test_delayed_scaling(delayed: Session) -> None:
+    """Scales follow from four micro-batches of all ranks, where torchao by itself forgets those in between."""
+    assert_honest(delayed, cell_of("fsdp2", "sft-packed", "llama", "dp2.fp8delayed", "exact", **LONGER))
+    for name in OF_DELAYED:
+        verdict = delayed.run(
+            cell_of("fsdp2", "sft-packed", "llama", "dp2.fp8delayed", "exact", name, **LONGER)
+        ).verdict
+        assert verdict.state == "differs", verdict.reason
+        assert verdict.first_stage == catalogue()[name].stage, verdict.reason
+    resumed = delayed.run(cell_of("fsdp2", "sft-warmup", "llama", "dp2.fp8delayed", "exact")).verdict
+    assert resumed.state == "unsupported"
+    assert "no checkpoint holds the histories of fp8delayed" in resumed.reason
 
 
 @pytest.mark.slow
@@ -87,7 +121,7 @@ def test_fp32_is_judged_by_the_noise_of_ties(session: Session) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [fault.name for fault in FLOAT8_FAULTS])
+@pytest.mark.parametrize("name", [fault.name for fault in FLOAT8_FAULTS if fault.name not in OF_DELAYED])
 def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str) -> None:
     place = catalogue()[name].cells
     steps = STEPS_OF.get(name, 1)
@@ -108,6 +142,8 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str) -> 
         ("sft-packed", "llama", "tp2.fp8tensor", "exact", "add the layout option 'plan'"),
         ("sft-packed", "llama", "tp2.plan.fp8mx", "exact", "use tp1, or fp8row"),
         ("sft-packed", "llama", "dp2.fp8tensor.fp8ends", "exact", "the model has no other"),
+        ("sft-packed", "llama", "tp2.plan.fp8delayed", "exact", "use tp1, or fp8tensor"),
+        ("sft-packed", "llama", "dp2.fp8delayed", "exact", "pip install 'torchao==0.9.*'"),
         ("sft-packed", "llama", "dp2.fp8tensor", "exact", ""),
     ],
 )
@@ -115,6 +151,7 @@ def test_refusals_name_the_way_out(
     monkeypatch: pytest.MonkeyPatch, scenario: str, model: str, layout: str, precision: PrecisionName, reason: str
 ) -> None:
     monkeypatch.setattr(float8, "find_spec", lambda name: object())
+    monkeypatch.setattr(float8, "is_older", lambda package, *version: False)
     cell = cell_of("fsdp2", scenario, model, layout, precision)
     found = float8.float8_support(cell.scenario, cell.phases[0].layout)
     assert reason in found if reason else not found
@@ -132,6 +169,7 @@ def test_mxfp8_needs_the_torchao_that_it_is_built_on(
 ) -> None:
     monkeypatch.setattr(float8, "find_spec", lambda name: name)
     monkeypatch.setattr(float8, "package_version", lambda package: version)
+    monkeypatch.setattr(float8, "is_older", lambda package, *first: False)
     cell = cell_of("fsdp2", "sft-packed", "llama", "dp2.fp8mx", "exact")
     found = float8.float8_support(cell.scenario, cell.phases[0].layout)
     assert found.startswith(reason) if reason else not found

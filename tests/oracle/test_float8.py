@@ -7,7 +7,7 @@ from torch import Tensor
 
 from conformance.bisect.oracle_capture import references
 from conformance.oracle.defects import variant_of
-from conformance.oracle.float8 import E4M3, E5M2, RECIPES, Cast, Format, Product, rounded, scale_of
+from conformance.oracle.float8 import E4M3, E5M2, RECIPES, Cast, Format, Magnitudes, Product, rounded, scale_of
 from conformance.oracle.step import observe
 from conformance.spec.conventions import Float8Products
 from conformance.spec.scenario import parse_scenario
@@ -60,7 +60,7 @@ def by_dtype(x: Tensor, dtype: torch.dtype, dim: int | None, *, powers: bool) ->
     return (x * scale).to(dtype).double() / scale
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.block])
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.block + recipe.history])
 def test_products_have_the_operands_of_the_recipe(name: str) -> None:
     x, weight, gradient = drawn(12, 32).requires_grad_(), drawn(16, 32).requires_grad_(), drawn(12, 16)
     y: Tensor = Product.apply(x, weight, Cast(recipe=RECIPES[name]))  # type: ignore[no-untyped-call]
@@ -98,6 +98,14 @@ def test_each_block_has_a_scale_of_its_own() -> None:
         assert x.grad.allclose(cast(gradient, 1) @ cast(weight, 0), rtol=1e-13)
         assert weight.grad is not None
         assert weight.grad.allclose(cast(gradient, 0).T @ cast(x, 0), rtol=1e-13)
+
+
+def test_delayed_scales_follow_from_four_micro_batches() -> None:
+    magnitudes, scaled = Magnitudes(4), []
+    for own in (2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 16.0):
+        scaled.append(magnitudes.largest(torch.tensor([own, -own / 2])).item())
+        magnitudes.end_micro_batch()
+    assert scaled == [2.0, 2.0, 8.0, 8.0, 8.0, 8.0, 1.0]  # the first by its own, as no history was there
 
 
 def test_a_joined_micro_batch_is_its_documents() -> None:
