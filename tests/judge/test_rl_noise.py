@@ -54,6 +54,23 @@ def test_the_noise_of_a_loss_is_that_of_its_tokens_where_all_ratios_are_1() -> N
     assert estimates.min() > 0.5 * estimates.max(), "no draw is lucky"
 
 
+def test_the_noise_of_a_sum_knows_that_tokens_of_a_row_err_in_one_direction() -> None:
+    rows, tokens = 64, 40
+    generator = torch.Generator().manual_seed(3)
+    terms = {str(row): torch.randn(tokens, dtype=torch.float64, generator=generator) for row in range(rows)}
+
+    def estimate_and_error(*, shared: bool) -> tuple[float, float]:
+        size = (rows, 1) if shared else (rows, tokens)
+        errors = (1e-4 * torch.randn(size, dtype=torch.float64, generator=generator)).expand(rows, tokens)
+        wrong = {str(row): terms[str(row)] + errors[row] for row in range(rows)}
+        return _of_terms(wrong, terms, unit=1.0), errors.sum().item()
+
+    for shared in (False, True):
+        drawn = torch.tensor([estimate_and_error(shared=shared) for _ in range(100)])
+        estimates, errors = drawn.square().mean(dim=0).sqrt()
+        assert 0.7 < estimates / errors < 1.4
+
+
 def test_a_kl_that_is_a_mean_over_tokens_is_judged_by_the_cells_own_tokens() -> None:
     def kl_of(mode: str) -> tuple[str, str]:
         objective = Grpo(kl_loss_coef=0.05, loss_agg_mode=mode)  # type: ignore[arg-type]
