@@ -6,7 +6,7 @@ another.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,13 +30,15 @@ class Policy:
     compute: matrix products and activations. stable: norms, softmax, rotary tables, the loss, master weights, gradients
     and optimizer. fused: use torch's attention kernel, which most backends run below the exact tier and which rounds
     differently from the plain formula. tokens: the least number of tokens in a product with a layer's matrix; missing
-    tokens are filled with zeros (in_products_of).
+    tokens are filled with zeros (in_products_of). lookups: the number of micro-batches of a step, each of which adds up
+    the gradients of its embeddings at once (OneLookup); 0: each document does.
     """
 
     compute: torch.dtype
     stable: torch.dtype
     fused: bool = False
     tokens: int = 0
+    lookups: int = 0
 
     @property
     def before_updates(self) -> "Policy":
@@ -72,6 +74,38 @@ class Tap:
 
 
 NO_TAP = Tap()
+
+
+class OneLookup(Tap):
+    """Looks the tokens of each document up, and adds the gradients of all embeddings of a micro-batch up at once.
+
+    On CPUs, torch adds them up in the compute dtype, token after token. In bf16 the sum for a token that occurs 256
+    times hardly grows any more (docs/findings/torch-embedding-bf16.md).
+    """
+
+    def __init__(self, tap: Tap) -> None:
+        self._tap = tap
+        self._row = -1
+        self._found: list[tuple[int, Tensor, Tensor]] = []  # row, tokens (T,), embeddings (T, D)
+        self._function: Function = torch.clone
+
+    def begins(self, documents: Sequence[tuple[int, int, Document]]) -> None:
+        self._tap.begins(documents)
+        self._row = documents[0][0]
+
+    def module(self, name: str, function: Function, x: Tensor) -> Tensor:
+        y = self._tap.module(name, function, x)
+        if name != "model.embed_tokens" or not y.requires_grad:
+            return y
+        self._function, leaf = function, y.detach().requires_grad_()
+        self._found.append((self._row, x, leaf))
+        return leaf
+
+    def finish(self, rows: Set[int]) -> None:
+        """Adds the gradients of the embeddings of these rows to that of the matrix."""
+        own = [(tokens, y.grad) for row, tokens, y in self._found if row in rows and y.grad is not None]
+        if own:
+            self._function(torch.cat([tokens for tokens, _ in own])).backward(torch.cat([grad for _, grad in own]))
 
 
 def linear(x: Tensor, w: Weights, name: str, module: Module) -> Tensor:

@@ -234,11 +234,15 @@ def run_oracle(
 def policy_of(name: str, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
     """Returns the policy of a run.
 
-    On a GPU, the "-plain" noise run has products of as many tokens as a micro-batch of one of two data-parallel ranks:
-    on GPUs, rounding depends on the size of a product (docs/explanations/tolerances.md).
+    The "-plain" noise run adds up the gradients of a micro-batch's embeddings at once. On a GPU, it has products of as
+    many tokens as a micro-batch of one of two data-parallel ranks: there, rounding depends on the size of a product
+    (docs/explanations/tolerances.md).
     """
     policy = POLICIES[name]
-    if device == "cpu" or policy.fused or policy.compute == torch.float64:
+    if policy.fused or policy.compute == torch.float64:
+        return policy
+    policy = replace(policy, lookups=scenario.accumulation)
+    if device == "cpu":
         return policy
     rows = max(1, len(batches[0].rows) // (2 * scenario.accumulation))
     return replace(policy, tokens=rows * max(batch.max_len for batch in batches))

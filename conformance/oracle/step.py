@@ -25,7 +25,7 @@ from conformance.oracle.loss_terms import (
 )
 from conformance.oracle.objectives import functions_of, rollout_functions_of
 from conformance.oracle.optimizer import AdamW, LossScale, Muon, Sgd
-from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
+from conformance.oracle.primitives import HONEST, NO_TAP, OneLookup, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import Decoder
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Objective
@@ -177,6 +177,8 @@ def observe(
     embeds = [m.role for m in running if EMBEDDING in m.trained]
     shifted = {role.name: Shifted(batch) for role in embeds if shifts and role.head == "value"}
     pending: list[Tensor] = []  # losses of documents that go through the model together
+    lookups = {m.role.name: OneLookup(taps.get(m.role.name, NO_TAP)) for m in running if policy.lookups}
+    taps = {**taps, **lookups}
     for row, outputs in _rows(batch, running, leaves, policy, variant, taps, pending):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for at, document in enumerate(row.documents):
@@ -227,6 +229,9 @@ def observe(
                     parts[key].append(tensor.detach())
         for key, tensors in parts.items():
             rows[key][row.index] = torch.cat(tensors)
+    for part in batch.micro_batches(dp_rank=0, dp_size=1, accumulation=policy.lookups) if lookups else ():
+        for lookup in lookups.values():
+            lookup.finish({row.index for row in part})
     for model in running:
         if (balance := balances[model.role.name]).probabilities is not None:
             values[model_key(model.role.prefix, ROUTER_LOSS)] = balance.loss(balance.probabilities).item()

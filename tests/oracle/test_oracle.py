@@ -6,7 +6,7 @@ import inspect
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ from conformance.numerics.float64_tier import Leak, LeakWatch, exact_tier
 from conformance.oracle.attention import delta_rule
 from conformance.oracle.decoder import is_buffer, load_weights
 from conformance.oracle.optimizer import AdamW, Sgd, clip, global_norm
-from conformance.oracle.primitives import Policy, Weights, frequencies
+from conformance.oracle.primitives import NO_TAP, OneLookup, Policy, Weights, frequencies
 from conformance.oracle.role_model import Written
 from conformance.oracle.run import POLICIES
 from conformance.oracle.step import Model, Observed, observe
@@ -314,6 +314,41 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     assert largest_difference(clipped, [p.grad for p in theirs if p.grad is not None]) < 1e-15
     unclipped = clip(gradients, global_norm(gradients), None)
     assert all(torch.equal(unclipped[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])  # of tied weights and of others
+def test_one_lookup_of_a_micro_batch_gives_the_gradients_of_its_documents(family: str) -> None:
+    apart, at_once = (
+        observe(BATCH, [policy_model(family)], Sft(), replace(FLOAT64, lookups=count)).gradients["policy"]
+        for count in (0, 2)
+    )
+    assert largest_difference(at_once, [apart[name] for name in at_once]) < 1e-15
+
+
+def test_in_bf16_one_lookup_of_a_micro_batch_loses_what_torch_loses_on_a_cpu() -> None:
+    """Two micro-batches of two documents, each with one token 300 times."""
+    generator = torch.Generator().manual_seed(1)
+    gradients = (1 + torch.randn(4, 300, 8, generator=generator)).bfloat16()
+    tokens = torch.ones(300, dtype=torch.long)
+    matrix, lookup = torch.zeros(2, 8, requires_grad=True), OneLookup(NO_TAP)
+    embed = partial(embedding_of, matrix)
+    for row, gradient in enumerate(gradients):
+        lookup.begins([(row, 0, Document(tuple(tokens.tolist()), (False,) * 300))])
+        lookup.module("model.embed_tokens", embed, tokens).backward(gradient)
+    for rows in ({0, 1}, {2, 3}):
+        lookup.finish(rows)
+    expected = torch.zeros(2, 8, requires_grad=True)
+    for part in gradients.view(2, 600, 8):
+        embedding_of(expected, torch.cat([tokens, tokens])).backward(part)
+    assert matrix.grad is not None
+    assert expected.grad is not None
+    assert torch.equal(matrix.grad, expected.grad)
+    right = gradients.double().sum(dim=(0, 1))
+    assert (matrix.grad[1].double() - right).norm() > 0.01 * right.norm()
+
+
+def embedding_of(matrix: Tensor, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, matrix.bfloat16())
 
 
 # Independence ------------------------------------------------------------------------------------------------------
