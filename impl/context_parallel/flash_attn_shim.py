@@ -2,7 +2,8 @@
 
 The package calls four private functions of flash-attn 2.8, and inspects their parameter names. The functions of the
 same names in this module choose by dtype and device: flash-attn if it is installed, PyTorch's own copy of its kernels
-(``aten::_flash_attention_forward/_backward``), or plain PyTorch (impl.context_parallel.reference_kernel).
+(``aten::_flash_attention_forward/_backward``), or plain PyTorch (impl.context_parallel.reference_kernel). Each of them
+is one operator, so a dispatch mode is called once for it, and not for each of its products.
 """
 
 import contextlib
@@ -142,9 +143,8 @@ def _forward(function: str, arguments: dict[str, Any]) -> Forward:
                 *(q, k, v, *_aten_lengths(arguments), 0.0, arguments["causal"], False), **_aten_options(arguments)
             )
             return out, lse, None, rng_state
-    compute = reference_kernel.forward_varlen if starts else reference_kernel.forward
     with torch._C.DisableTorchFunction():  # no mode replaces anything here, and each costs more than a small kernel
-        return *compute(q, k, v, *starts, scale=arguments["softmax_scale"], window=_window(arguments)), None, None
+        return *torch.ops.parity.attention(q, k, v, starts, *_plain_options(arguments)), None, None
 
 
 def _backward(function: str, arguments: dict[str, Any]) -> None:
@@ -165,10 +165,10 @@ def _backward(function: str, arguments: dict[str, Any]) -> None:
                 **_aten_options(arguments),
             )
         case _:
-            compute = reference_kernel.backward_varlen if starts else reference_kernel.backward
-            scale, window = arguments["softmax_scale"], _window(arguments)
             with torch._C.DisableTorchFunction():
-                gradients = compute(dout, q, k, v, out, lse, *starts, scale=scale, window=window)
+                gradients = torch.ops.parity.attention_backward(
+                    dout, q, k, v, out, lse, starts, *_plain_options(arguments)
+                )
     # The package passes slices of larger buffers and reads them afterwards; aten returns new tensors.
     for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
         arguments[name].copy_(gradient)
@@ -184,9 +184,47 @@ def _starts(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     return tuple(arguments[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if name in arguments)
 
 
-def _window(arguments: dict[str, Any]) -> reference_kernel.Window:
+def _plain_options(arguments: dict[str, Any]) -> tuple[float, bool, int, int]:
+    """Returns the options of the operators in plain PyTorch: the scale, and the window that a query sees."""
     left, right = arguments["window_size_left"], arguments["window_size_right"]
-    return reference_kernel.Window(causal=arguments["causal"], left=left, right=right)
+    return arguments["softmax_scale"], arguments["causal"], left, right
+
+
+_OPERATORS = torch.library.Library("parity", "FRAGMENT")
+_OPTIONS = "Tensor[] starts, float scale, bool causal, int left, int right"
+_OPERATORS.define(f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+_OPERATORS.define(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_OPERATORS, "attention", "CompositeExplicitAutograd")
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: list[Tensor], scale: float, causal: bool, left: int, right: int
+) -> tuple[Tensor, Tensor]:
+    compute = reference_kernel.forward_varlen if starts else reference_kernel.forward
+    window = reference_kernel.Window(causal=causal, left=left, right=right)
+    return compute(q, k, v, *starts, scale=scale, window=window)
+
+
+@torch.library.impl(_OPERATORS, "attention_backward", "CompositeExplicitAutograd")
+def _plain_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: list[Tensor],
+    scale: float,
+    causal: bool,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    compute = reference_kernel.backward_varlen if starts else reference_kernel.backward
+    window = reference_kernel.Window(causal=causal, left=left, right=right)
+    return compute(dout, q, k, v, out, lse, *starts, scale=scale, window=window)
 
 
 def _aten_lengths(arguments: dict[str, Any]) -> tuple[Tensor | int | None, ...]:
