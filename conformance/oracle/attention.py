@@ -87,7 +87,8 @@ def attention(
     k_THE = k_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
     v_THE = v_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
     blind = hidden.all(dim=1)
-    hidden = hidden & ~blind[:, None]
+    if sees_nothing := bool(blind.any()):
+        hidden = hidden & ~blind[:, None]
     sinks_H = w["self_attn.sinks"] if a.sinks else None
     if policy.fused and a.softcap is None and sinks_H is None:  # torch's kernel has neither
         q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
@@ -96,7 +97,8 @@ def attention(
     else:
         run = partial(attend, hidden=hidden, scale=a.scale, stable=policy.stable, softcap=a.softcap, sinks=sinks_H)
         mixed_THE = run(q_THE, k_THE, v_THE)
-    mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
+    if sees_nothing:
+        mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
     if gate_THE is not None:
         mixed_THE = mixed_THE * torch.sigmoid(gate_THE)
     return linear(mixed_THE.reshape(len(x), a.heads * a.head_dim), w, "self_attn.o_proj", module)

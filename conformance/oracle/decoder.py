@@ -14,6 +14,7 @@ V vocabulary. x and y are always the (T, D) activations.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -243,6 +244,10 @@ def forward(
     """
     routing = routing or Routing()
     w = {name: t if is_buffer(name) else t.to(policy.compute) for name, t in weights.items()}
+    of_layers: dict[str, Weights] = defaultdict(dict)  # by the layer's prefix, under the names inside of it
+    for name, tensor in w.items():
+        prefix = layer_of(name)
+        of_layers[prefix][name.removeprefix(prefix)] = tensor
     embeddings_VD = w["model.embed_tokens.weight"]
     x = tap.module("model.embed_tokens", partial(_embed, weight=embeddings_VD, a=a, policy=policy), tokens)
     dtypes = {"compute": policy.compute, "stable": policy.stable}
@@ -264,7 +269,7 @@ def forward(
         """Runs layer ``i``, or with the embeddings ``ahead`` (T, D) the module for multi-token prediction there."""
         mark()
         prefix = f"model.layers.{i}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
+        own = of_layers[prefix]
         x = x.to(device := next(iter(own.values())).device)
         table, hidden = None, masks[layer.attention.window].to(device)
         if layer.attention.rotary:

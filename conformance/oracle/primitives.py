@@ -119,6 +119,8 @@ def in_products_of(tokens: int, module: Module, w: Weights) -> Module:
     Only the rounding of the result changes: a GPU library chooses its kernel by the size of a product, and kernels add
     in different orders. Stacked experts are not padded, and neither is the head, whose outputs would take gigabytes.
     """
+    if not tokens:
+        return module
 
     def run(name: str, function: Function, x: Tensor) -> Tensor:
         weight, count = w.get(f"{name}.weight"), len(x)
@@ -160,7 +162,7 @@ def rotate(x: Tensor, table: Table) -> Tensor:
     """
     cos, sin = table
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
