@@ -306,10 +306,12 @@ class Fsdp2Model(HuggingFaceModel):
                     yield name, torch.tensor(float(state["step"]), dtype=torch.float64)
             return
         batch: dict[str, DTensor] = {}
+        numbers = 0
         for name, tensor in self._named(kind):
-            if batch and sum(t.numel() for t in batch.values()) + tensor.numel() > GATHERED_AT_ONCE:
+            numbers += tensor.numel()
+            if batch and numbers > GATHERED_AT_ONCE:
                 yield from zip(batch, full_tensors(list(batch.values())), strict=True)
-                batch = {}
+                batch, numbers = {}, tensor.numel()
             # NCCL cannot gather offloaded pieces.
             batch[name] = cast(DTensor, tensor.to(self.context.config.device))
         yield from zip(batch, full_tensors(list(batch.values())), strict=True)

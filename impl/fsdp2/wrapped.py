@@ -220,10 +220,12 @@ class Fsdp1Model(WrappedModel):
             yield from self._steps()
         else:
             batch: list[tuple[str, Parameter, Tensor | None]] = []
+            numbers = 0
             for one in self._own(kind):
-                if batch and sum(self.shapes[name].numel() for name, *_ in [*batch, one]) > GATHERED_AT_ONCE:
+                numbers += self.shapes[one[0]].numel()
+                if batch and numbers > GATHERED_AT_ONCE:
                     yield from self._whole(batch)
-                    batch = []
+                    batch, numbers = [], self.shapes[one[0]].numel()
                 batch.append(one)
             yield from self._whole(batch)
             yield from published_buffers(self.model).items() if kind == "weight" else ()
