@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
@@ -91,6 +92,8 @@ class _LiftInPython(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
+        if not kwargs and len(args) == 1 and func not in _CASTS and isinstance(args[0], Tensor):
+            return func(args[0])  # without further checks, as for each read of an attribute
         kwargs = kwargs or {}
         if func in _CASTS and args[0].dtype not in LOW:
             lifted = args[0].double(**kwargs)
@@ -167,6 +170,13 @@ def in_place_of_lifting(mode: TorchDispatchMode) -> Iterator[bool]:
         _push_mode(lifting)
 
 
+def may_be_lifted(func: Any) -> bool:
+    """Tells whether an operator may need ``lifted_below``: whether it takes a dtype."""
+    if isinstance(func, HigherOrderOperator) or func in _FUSED:
+        return True
+    return any("ScalarType" in str(argument.real_type) for argument in func._schema.arguments)
+
+
 def lifted_below(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Returns the arguments of an operator on plain tensors, below autograd, with lower dtypes replaced by float64;
     None if nothing changes."""
@@ -237,6 +247,8 @@ class LeakWatch(EagerMode):
         Another mode that gets every op may call this method instead of entering the watch, because each mode costs an
         op as much as a small kernel.
         """
+        if type(result) is Tensor and result.dtype not in LOW:
+            return
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.dtype in LOW:
                 key = (str(func), _caller())

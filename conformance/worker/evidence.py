@@ -26,7 +26,14 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 
-from conformance.numerics.float64_tier import PLAIN, EagerMode, LeakWatch, in_place_of_lifting, lifted_below
+from conformance.numerics.float64_tier import (
+    PLAIN,
+    EagerMode,
+    LeakWatch,
+    in_place_of_lifting,
+    lifted_below,
+    may_be_lifted,
+)
 from conformance.numerics.sketch import on_cpu
 from conformance.records.record_format import LOOKUPS_KEPT
 from conformance.worker.rank_state import digest_of
@@ -45,7 +52,8 @@ COLLECTIVE_KINDS = {
     "send": "send",
 }
 WORD = 8  # bytes
-_current_graph_task_id = torch._C._current_graph_task_id
+_current_graph_task_id, _NoTorchFunction = torch._C._current_graph_task_id, torch._C.DisableTorchFunction
+_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # arguments that hold no tensors
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 _WHOLE = [stem for stem in _STEMS if stem not in ("broadcast", "reduce", "send")]  # in the name of a library's operator
@@ -107,6 +115,7 @@ class _Operator:
     """What is known of an operator before it is called. A step calls thousands, so it is looked up once for each.
 
     kind: of the collective that it issues; None for other operators. is_counted: it is none of torch's collectives.
+    is_reading: it reads its tensors' numbers.
     """
 
     func: Any  # keeps the object, and so its id, which _OPERATORS is indexed by
@@ -114,7 +123,9 @@ class _Operator:
     kind: str | None
     is_counted: bool
     draws: bool
+    may_be_lifted: bool
     is_product: bool
+    is_reading: bool
     multiplies_factors: bool
     looks_up: bool
 
@@ -134,7 +145,9 @@ def _operator_of(func: Any) -> _Operator:
         kind=_kind_of(space, name.strip("_")),
         is_counted=space not in COLLECTIVE_SPACES,
         draws=draws,
+        may_be_lifted=may_be_lifted(func),
         is_product=name in _PRODUCTS,
+        is_reading=name not in _OVERWRITE,
         multiplies_factors=name.rstrip("_") == "mul",
         looks_up=name in _LOOKUPS,
     )
@@ -244,6 +257,7 @@ class Watch(EagerMode):
         self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
         self._last = 0  # the number of the latest call of the engine
+        self._task, self._where = -1, "forward"  # what the latest operator was part of
         self._lifts = False  # the exact tier leaves it to this mode to replace dtypes
         self._recorded = False  # a function runs without gradients whose graph is recorded as a whole
         self._reading = False
@@ -340,35 +354,37 @@ class Watch(EagerMode):
         if types and not PLAIN.issuperset(types):
             return NotImplemented  # DTensor handles its own ops, whose local ops come here
         # In a backward pass the mode of the exact tier would be called for each attribute of a tensor.
-        with torch._C.DisableTorchFunction():
+        with _NoTorchFunction():
             kwargs = kwargs or {}
-            given, named = (self._lifts and lifted_below(func, args, kwargs)) or (args, kwargs)
+            operator = _OPERATORS.get(id(func)) or _operator_of(func)
+            lifted = lifted_below(func, args, kwargs) if self._lifts and operator.may_be_lifted else None
+            given, named = lifted or (args, kwargs)
             if self._reading:
                 result = func(*given, **named)
             else:
-                operator = _OPERATORS.get(id(func)) or _operator_of(func)
                 before = _generator(args, kwargs) if operator.draws else None
                 result = func(*given, **named)
                 if before is not None and not before.equal(_generator(args, kwargs)):
                     self._mask(operator, args, result, digest_of(before).hex()[:16])
-                if FakeTensor not in types:
+                if not types or FakeTensor not in types:
                     self._see(operator, args, kwargs, result)
             if self.leaks:
                 self.leaks.see(func, result)
             return result
 
     def _see(self, operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        is_plain = type(result) is Tensor
         if operator.kind and (found := collective_of(operator.func, args)):
             self._collective(found)
-        elif operator.is_counted and isinstance(result, Tensor):
+        elif operator.is_counted and (is_plain or isinstance(result, Tensor)):
             self._tensor(operator, result, args)
         is_forward = not self._tasks and _current_graph_task_id() == -1
-        is_read = is_forward and operator.name not in _OVERWRITE
+        is_read = is_forward and operator.is_reading
         is_used = is_read or operator.is_product
         self._remember_storages(args, is_used)
         if kwargs:
             self._remember_storages(kwargs.values(), is_used)
-        if type(result) is not Tensor or is_forward or result.ndim > 2:
+        if is_forward or not is_plain or result.ndim > 2:
             self._remember_storages((result,), is_read)
 
     def _mask(self, operator: _Operator, args: tuple[Any, ...], result: Any, state: str) -> None:
@@ -387,17 +403,20 @@ class Watch(EagerMode):
     def _remember_storages(self, values: Iterable[Any], is_used: bool) -> None:
         for tensor in values:
             if (kind := type(tensor)) in PLAIN:
-                # What is neither used nor an activation need not be known. A meta tensor has no numbers.
+                # What is neither used nor an activation need not be known.
                 is_activation = tensor.ndim > 2
-                if (is_used or is_activation) and tensor.is_floating_point() and not tensor.is_meta:
+                if is_used or is_activation:
                     storage = tensor.untyped_storage()
                     known = self._storages.get(key := storage._cdata)
                     if known is None or known.ref() is not storage:  # the address is used again
-                        self._storages[key] = _Storage(weakref.ref(storage), is_used, is_activation)
-                    else:
+                        if tensor.is_floating_point() and not tensor.is_meta:  # a meta tensor has no numbers
+                            self._storages[key] = _Storage(weakref.ref(storage), is_used, is_activation)
+                    elif (is_used > known.is_used or is_activation > known.is_activation) and (
+                        tensor.is_floating_point() and not tensor.is_meta
+                    ):
                         known.is_used |= is_used
                         known.is_activation |= is_activation
-            elif kind is list or kind is tuple or isinstance(tensor, (list, tuple)):
+            elif kind is list or kind is tuple or (kind not in _NUMBERS and isinstance(tensor, (list, tuple))):
                 self._remember_storages(tensor, is_used)
 
     def _collective(self, found: Collective) -> None:
@@ -417,7 +436,7 @@ class Watch(EagerMode):
             self.reduced[found.size] += found.elements
 
     def _tensor(self, operator: _Operator, result: Tensor, args: tuple[Any, ...]) -> None:
-        if result.is_meta or isinstance(result, FakeTensor):
+        if result.is_meta or (type(result) is not Tensor and isinstance(result, FakeTensor)):
             return  # DTensor computes shapes of whole tensors this way; no rank holds them
         where = self._pass()
         if self._masks and operator.multiplies_factors and len(factors := [*_tensors(args)]) == 2:
@@ -457,14 +476,16 @@ class Watch(EagerMode):
 
     def _pass(self) -> str:
         task = _current_graph_task_id()
+        if task == self._task:  # as nearly always
+            return self._where
+        self._task = task
         if task == -1:
-            return "later" if self._tasks else "forward"
-        number = self._tasks.get(task, -1)
-        if number < 0:
-            number = self._tasks[task] = len(self._tasks)
-        self.nested += number < self._last
-        self._last = number
-        return f"backward {number}"
+            self._where = "later" if self._tasks else "forward"
+        else:
+            number = self._tasks.setdefault(task, len(self._tasks))
+            self.nested += number < self._last
+            self._last, self._where = number, f"backward {number}"
+        return self._where
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON values for the footer of a record, which has them for each rank."""

@@ -356,7 +356,8 @@ class _Observer:
             own.switch("write")
             found = {key: vars(result) for key, result in replicas.items()}
             kinds = [*(["gradient"] if resumes else []), *([] if read else ["weight"])]
-            self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators, unread=kinds)
+            with torch._C.DisableTorchFunction():  # the modes of the exact tier cost more than the copies of the file
+                self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators, unread=kinds)
         own.switch(before_observing)
 
     def finish(self, totals: dict[str, Any], *, memory: PeakMemory) -> None:
