@@ -129,8 +129,8 @@ class Session:
         more.
         """
         self._oracles.prepare()
-        import_module(TOKENIZERS)  # while the adapters import
         timeline.switch("announce")
+        import_module(TOKENIZERS)  # while the adapters import
         self.announce(cells)
         timeline.switch("prepare")
         if self._pool.is_shared:  # all backends import while their adapters are asked
