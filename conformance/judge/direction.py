@@ -19,6 +19,7 @@ gradient 0 where they should not be.
 
 import math
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ from conformance.spec.precision import Precision
 PART_OF_GRADIENTS, PART_OF_PAIRS, PART_OF_WEIGHTS = 1 / 6, 1 / 2, 1 / 32
 PART_OF_ROWS = 1 / 16
 SIZE_FACTOR = 1.5  # times the single process, for the size of all errors together
+OUTLYING = 5.0  # times the median step; of five normal errors the largest is more in one case of 12
 SAMPLING = 4.0  # standard deviations of that size, which is known to 1 / sqrt(n) at worst
 ZEROS = 2e-3  # fraction of elements of a gradient that rounding may make 0, a third of the bound
 LAYER = re.compile(r"(?<=\.)(\d+)\.")
@@ -169,9 +171,9 @@ class Directions:
     @property
     def shift(self) -> float:
         """Returns the largest relative error of the mean probability of a step, to first order in log-probs; at most
-        that of a gradient by which a cell can be judged."""
-        largest = max((finite(abs(moved) / (whole or 1.0)) for moved, whole in self.shifts.values()), default=0.0)
-        return min(largest, self.precision.noise_limit)
+        OUTLYING times that of a median step, and that of a gradient by which a cell can be judged."""
+        errors = [finite(abs(moved) / (whole or 1.0)) for moved, whole in self.shifts.values()] or [0.0]
+        return min(max(errors), OUTLYING * statistics.median(errors), self.precision.noise_limit)
 
     def of_gradients(self, o: Observable, step: int) -> float:
         """Returns the least noise of the norm of all gradients of a step; 0 where they are not recorded."""
