@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from conformance.judge.tolerance import Measurement
 from conformance.judge.work_evidence import (
     IN_BUCKETS,
@@ -38,7 +40,7 @@ from conformance.judge.work_evidence import (
     shards_of,
     work_claims,
 )
-from conformance.numerics.sketch import whole_shapes
+from conformance.numerics.sketch import is_projected, whole_shapes
 from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
@@ -59,6 +61,7 @@ AGAIN, AGAIN_ROUTED = 0.6, 0.4
 # Least share of the products of linear layers in the requested half precision. Some routers compute in float32; with
 # one expert per token and small models these are a seventh.
 IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
+SAME = 1e-9  # of sums of the same numbers in float64, in any order
 TOGETHER = "weights of a layer are gathered together"
 OF_A_LAYER = 4  # products of the linear layers of one layer, where q, k and v are fused, and gate and up
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
@@ -178,11 +181,65 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
         for key in phase.footer.get("changed_settings", []):
             yield _measured(f"exported {key}", phase.header["first_step"] + phase.footer["steps"] - 1, holds=False)
         layout, stage = phase.layout, _stage_of(phase)
+        for step, where in _other_weights(phase, scenario):
+            claim = f"{layout}: layers compute with the weights that are shown"
+            yield _measured(claim, step, holds=not where, where=where)
         steps = [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]
         for n, ranks in enumerate(ranks for ranks in steps if ranks):
             for claim, holds, where in _claims_of(phase, ranks, scenario, sizes, stage=stage, first=not n):
                 step = ranks[0]["step"] if n else phase.header["first_step"] - 1
                 yield _measured(f"{layout}: {claim}", step, holds=holds, where=where)
+
+
+def _other_weights(phase: Record, scenario: Scenario) -> Iterator[tuple[int, str]]:
+    """Yields each step after the first evidence at which weights can be compared with what layers multiply by, and
+    where they differ: the weights that were shown before the step are not among the operands, as the weights that were
+    shown before the first evidence are. Weights that are not among these, as where ranks cut them, tell nothing."""
+    known: list[set[str]] | None = None
+    for ranks in [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]:
+        number = ranks[0].get("step") if ranks else None
+        if number is None or not all(rank.get("operands") for rank in ranks):
+            continue
+        shown = _shown_before(phase, number, scenario)
+        found = [{name for name, sums in shown.items() if _is_among(sums, rank["operands"])} for rank in ranks]
+        if known is None:
+            known = found
+        elif shown:
+            other = sorted({name for before, now in zip(known, found, strict=True) for name in before - now})
+            yield number, f"observed other numbers than those of {', '.join(other[:3])}" if other else ""
+
+
+Sums = tuple[int, int, float, float]  # dimensions, elements, sum and norm
+
+
+def _shown_before(phase: Record, step: int, scenario: Scenario) -> dict[str, list[Sums]]:
+    """Returns the sums of each weight that was shown before a step: of its numbers, and of those in the dtype of
+    products. Empty if the weights were not read."""
+    entry = phase.loaded if step == phase.header["first_step"] else None
+    entry = entry or next((one for one in phase.steps if one.step == step - 1), None)
+    if entry is None:
+        return {}
+    found = {}
+    with entry.open() as file:
+        names = {*file.keys()}
+        for name in names:
+            if name.partition("/")[0].rpartition(".")[2] == "weight" and not is_projected(name, names):
+                tensor = file.get_tensor(name)
+                casts = {one.dtype: one for one in (tensor, tensor.to(scenario.tier.compute.dtype))}
+                found[name] = [_summed(one.double()) for one in casts.values()]
+    return found
+
+
+def _summed(tensor: torch.Tensor) -> Sums:
+    return tensor.ndim, tensor.numel(), float(tensor.sum()), float(tensor.norm())
+
+
+def _is_among(sums: Sequence[Sums], operands: Sequence[Sums]) -> bool:
+    return any(
+        shape == of and abs(norm - own) <= SAME * norm and abs(total - other) <= SAME * norm * math.sqrt(shape[1])
+        for *shape, total, norm in sums
+        for *of, other, own in operands
+    )
 
 
 def _measured(text: str, step: int, *, holds: bool, where: str = "") -> Measurement:

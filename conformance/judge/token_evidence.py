@@ -2,7 +2,8 @@
 
 The watch shows the tokens that a rank looks up in its embedding. The judge cuts the documents of the first micro-batch
 as the layout says and compares. Rows of a vocabulary that is cut over tensor-parallel ranks show the tokens of their
-part only; together the ranks show all of them.
+part only; together the ranks show all of them. A lookup proves nothing by itself. So what layers multiply first has to
+be equal for equal tokens, and to differ for most others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
 LEFT = -1  # in place of a multiple: rows are padded to equal lengths on the left, as prompts are
 ZIGZAG, CONTIGUOUS, SLICES = "zigzag parts", "contiguous parts", "slices of all tokens"
 HELD = "each rank holds the tokens of its place, in their order"
+COMPUTED = "each rank computes the rows that it gives"
+OTHERS = 0.5  # least part of the tokens of a rank by which what layers multiply differs
 NUMBERS = 4  # of a token that ranks of one sequence gather: log-prob and entropy, once or twice
 
 
@@ -29,6 +32,12 @@ def shows_tokens(ranks: Sequence[Mapping[str, Any]]) -> bool:
     due = sum(len(document) for rows in ranks[0].get("documents", ()) for row in rows for document in row)
     most = (max((sum(map(len, seen)) for _, seen in rank.get("embedded", ())), default=0) for rank in ranks)
     return 0 < due <= sum(most)
+
+
+def shows_what_enters(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Tells whether each rank that looks tokens up showed what its layers multiply first."""
+    looking = [rank for rank in ranks if rank.get("embedded")]
+    return bool(looking) and all(any(rank.get("entered", ())) for rank in looking)
 
 
 def held_by_layout(layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, bool, str]:
@@ -48,26 +57,22 @@ def held_by_layout(layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> tuple[
 
 def _is_held(layout: Layout, ranks: Sequence[Mapping[str, Any]], order: str) -> bool:
     """Tells whether some way to pad gives every place its tokens, and places are in the order of the ranks."""
-    ways = [0, LEFT, *MULTIPLES] if order != SLICES else [0]
-    return any(_is_held_padded(layout, ranks, order, multiple) for multiple in ways)
+    return any(_is_held_padded(layout, ranks, order, multiple) for multiple in _ways(order))
+
+
+def _entered(rank: Mapping[str, Any]) -> Sequence[Sequence[int]]:
+    """Returns the groups of each lookup; records that do not have them know none."""
+    entered: Sequence[Sequence[int]] = rank.get("entered") or [()] * len(rank.get("embedded", ()))
+    return entered
+
+
+def _ways(order: str) -> Sequence[int]:
+    return (0, LEFT, *MULTIPLES) if order != SLICES else (0,)
 
 
 def _is_held_padded(layout: Layout, ranks: Sequence[Mapping[str, Any]], order: str, multiple: int) -> bool:
-    calls = [(number, of_rows, seen) for number, rank in enumerate(ranks) for of_rows, seen in rank.get("embedded", ())]
-    largest = max(of_rows for _, of_rows, _ in calls)
-    begins = [part * largest for part in range(layout.tp)]
-    shapes = {(len(seen), len(seen[0])) for *_, seen in calls if seen}
-    fits: dict[int, set[tuple[int, int]]] = {number: set() for number, *_ in calls}  # data rank and place, by rank
-    held, padding = set(), set()  # all places that some rank fits, and those that hold no token
-    for data, rows in enumerate(ranks[0]["documents"]):
-        for place in range(layout.sp * layout.ulysses):
-            due = {shape: _due(layout, rows, shape, order, multiple, place) for shape in shapes}
-            for number, of_rows, seen in calls:
-                if seen and _fits(seen, due[len(seen), len(seen[0])], begins, of_rows):
-                    fits[number].add((data, place))
-                    held.add((data, place))
-            if not any(token != PADDED for tokens in due.values() for token in tokens or ()):
-                padding.add((data, place))
+    fits, padding = _places(layout, ranks, order, multiple)
+    held = {place for places in fits.values() for place in places}
     if len(held) < len(ranks[0]["documents"]) * layout.sp * layout.ulysses or not all(fits.values()):
         return False
     # A part of the vocabulary may show too little to tell the places of a rank apart.
@@ -76,6 +81,57 @@ def _is_held_padded(layout: Layout, ranks: Sequence[Mapping[str, Any]], order: s
         if len(certain := places - padding) == 1:
             firsts.setdefault(certain.pop(), number)
     return all(firsts[first] < firsts[second] for first, second in pairwise(sorted(firsts)) if first[0] == second[0])
+
+
+def computed_rows(
+    layout: Layout, ranks: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Sequence[Sequence[int]]]]
+) -> tuple[str, bool, str] | None:
+    """Returns the claim that ranks compute the rows that they give, by the tokens of the first micro-batch; None where
+    these do not tell.
+
+    rows: for each data rank and each of its micro-batches, index, length and number of targets of each row.
+    """
+    firsts = [{row for row, _, targets in parts[0] if targets} for parts in rows]
+    orders = (ZIGZAG, CONTIGUOUS, SLICES) if layout.sp > 1 else (CONTIGUOUS, SLICES)
+    for order, multiple in ((one, way) for one in orders for way in _ways(one)):
+        fits, _ = _places(layout, ranks, order, multiple)
+        if all(fits.values()) and len({data for places in fits.values() for data, _ in places}) == len(rows):
+            other = [
+                number
+                for number, places in fits.items()
+                if (given := {*ranks[number]["rows"]}) and not any(firsts[data] <= given for data, _ in places)
+            ]
+            return COMPUTED, not other, f"observed the tokens of other rows on ranks {other}" if other else ""
+    return None
+
+
+def _places(
+    layout: Layout, ranks: Sequence[Mapping[str, Any]], order: str, multiple: int
+) -> tuple[dict[int, set[tuple[int, int]]], set[tuple[int, int]]]:
+    """Returns the places, as data rank and place in its sequences, that each rank's lookups fit, and the places that
+    hold no token."""
+    entering = shows_what_enters(ranks)
+    calls = [
+        (number, of_rows, seen, groups if entering else ())
+        for number, rank in enumerate(ranks)
+        for (of_rows, seen), groups in zip(rank.get("embedded", ()), _entered(rank), strict=False)
+        if groups or not entering
+    ]
+    largest = max(of_rows for _, of_rows, *_ in calls)
+    begins = [part * largest for part in range(layout.tp)]
+    shapes = {(len(seen), len(seen[0])) for _, _, seen, _ in calls if seen}
+    fits: dict[int, set[tuple[int, int]]] = {number: set() for number, *_ in calls}  # data rank and place, by rank
+    padding = set()
+    for data, rows in enumerate(ranks[0]["documents"]):
+        for place in range(layout.sp * layout.ulysses):
+            due = {shape: _due(layout, rows, shape, order, multiple, place) for shape in shapes}
+            for number, of_rows, seen, groups in calls:
+                wanted = due[len(seen), len(seen[0])] if seen else None
+                if _fits(seen, wanted, begins, of_rows) and _enter(seen, wanted or [], groups, cut=layout.tp > 1):
+                    fits[number].add((data, place))
+            if not any(token != PADDED for tokens in due.values() for token in tokens or ()):
+                padding.add((data, place))
+    return fits, padding
 
 
 def _due(
@@ -136,6 +192,29 @@ def _fits(seen: Sequence[Tokens], due: list[int] | None, begins: Sequence[int], 
         )
         for begin in begins
     )
+
+
+def _enter(seen: Sequence[Tokens], due: list[int], groups: Sequence[int], *, cut: bool) -> bool:
+    """Tells whether rows that layers multiply are equal where tokens are, by the groups of equal rows, and differ where
+    most tokens do. Libraries may have transposed the tokens.
+
+    cut: tokens that show as 0 may be any of another rank's part of the vocabulary.
+    """
+    if not groups:
+        return True
+    across = [row * len(seen[0]) + column for column in range(len(seen[0])) for row in range(len(seen))]
+    tokens = [token for row in seen for token in row]
+    for order in (range(len(tokens)), across):
+        by_place = dict(zip(order, groups, strict=True))
+        shown = {
+            (token, by_place[place])
+            for place, (token, wanted) in enumerate(zip(tokens, due, strict=False))
+            if wanted != PADDED and not (cut and not token)
+        }
+        different = {token for token, _ in shown}
+        if len(shown) == len(different) and len({group for _, group in shown}) >= OTHERS * len(different):
+            return True
+    return False
 
 
 def heads_at_a_time(layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> set[int]:

@@ -15,10 +15,12 @@ from typing import Any
 
 from conformance.judge.token_evidence import (
     NUMBERS,
+    computed_rows,
     gathered_for_tokens,
     heads_at_a_time,
     held_by_layout,
     shows_tokens,
+    shows_what_enters,
 )
 from conformance.records.record_format import LOOKUPS_KEPT, number
 from conformance.spec.layout import Layout
@@ -108,8 +110,12 @@ class Step:
 
     @property
     def shows_tokens(self) -> bool:
-        """Tells whether ranks that share sequences showed which tokens they look up."""
+        """Tells whether ranks showed which tokens they look up."""
         return shows_tokens(self.ranks)
+
+    def computed_rows(self, layout: Layout) -> tuple[str, bool, str] | None:
+        """Returns the claim that ranks compute the rows that they give; None where tokens do not tell."""
+        return computed_rows(layout, self.ranks, self.rows) if self.shows_tokens else None
 
     @property
     def tokens(self) -> int:
@@ -161,6 +167,8 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         shown = " and ".join(str(sorted(rows)) for rows in sorted(observed, key=min))
         holds = observed == due - {frozenset()}
         yield "each rank gives the rows of its micro-batches and no others", holds, f"observed rows {shown}"
+        if layout.data > 1 and (computed := step.computed_rows(layout)):
+            yield computed
     if "overlap" not in layout.options:  # which gathers updated weights when they are used or read
         changed = max(rank.get("changed_by_reading", 0) for rank in step.ranks)
         yield below("weights are the same before and after they are read", changed, 1, "changed storages")
@@ -305,7 +313,7 @@ def exchange_claims(
             yield at_least("keys and values are gathered", gathered, weights + max(1, keys * layout.sp))
             if layout.pp == 1:
                 yield below("keys and values go around no ring", sent, 1)
-    if step.shows_tokens:
+    if layout.sp * layout.ulysses > 1 and step.shows_tokens:
         yield held_by_layout(layout, step.ranks)
 
 
@@ -414,7 +422,8 @@ def hides_whole_weights(layout: Layout, step: Step, due: float) -> bool:
     if "mfsdp" in layout.options and hides_gathers(layout, step):
         return True
     # A rank with as many may have looked up more before, in a rollout, and gathered numbers of any size for these.
-    if any(len(rank.get("embedded", ())) >= LOOKUPS_KEPT for rank in step.ranks):
+    shares_sequences = layout.sp * layout.ulysses > 1
+    if shares_sequences and any(len(rank.get("embedded", ())) >= LOOKUPS_KEPT for rank in step.ranks):
         return True
     if layout.tp > 1 and not (step.has_rows and (_rows_tell(layout, step) or layout.tp != shards_of(layout))):
         return True
@@ -512,6 +521,9 @@ def not_proven(
     yield "what dropout does with numbers that it drops", "dropout" in options
     shares_sequences = layout.sp * layout.ulysses > 1
     yield "which tokens each rank holds, and their order", shares_sequences and not step.shows_tokens
+    entering = not step.shows_tokens or shows_what_enters(step.ranks)
+    yield "which of the looked up tokens enter the layers", shares_sequences and not entering
+    yield "order of tokens behind the first linear layer", shares_sequences and step.shows_tokens
     yield "stride", layout.stride > 1 and not heads_at_a_time(layout, step.ranks)
     products = [(rank.get("float8", 0), sum(count for _, count in rank.get("linear", ()))) for rank in step.ranks]
     emulated = any(by_kernel < max(1, LEAST * all_) for by_kernel, all_ in products)
@@ -537,6 +549,11 @@ def not_proven(
     yield "linear layers and attention of TransformerEngine", "te" in options
     yield "exchange of keys and values", layout.sp * layout.ulysses > 1 and not linear.keys
     yield "which rank has which rows", layout.data > 1 and not step.has_rows
+    computed = layout.data == 1 or not step.has_rows or step.computed_rows(layout)
+    yield "which rank computes which rows", not computed
+    models = sum(role.trained for role in scenario.objective.roles)
+    due = models * max(sum(any(targets for *_, targets in rows) for rows in parts) for parts in step.rows)
+    yield "a backward pass for each micro-batch", max(rank.get("backwards", due) for rank in step.ranks) < due
     most = most_work(layout, step, scenario, linear, layers=layers, experts=experts)
     whole = 2 * step.tokens * (linear.layers + linear.outside)
     yield "share of each rank in the work", layout.world_size > 1 and whole <= most

@@ -124,14 +124,17 @@ class _Evidence:
     summed over the group. held_weights: size in bytes and count of the storages that held weights when the gradients
     were complete. compiled: number of products of linear layers that code of torch.compile made. engine: number of
     those that TransformerEngine made. moved: operation, ranks of the group, pass, number of calls and of elements.
-    work: phase and number of multiplications of the products of linear layers. rows: the rows of which the rank gave
+    work: phase and number of multiplications of the products of linear layers. backwards: number of backward passes
+    with such products. operands: dimensions, elements, sum and norm of each vector that is added or multiplied and of
+    each matrix that a linear layer multiplies by in the first forward pass. rows: the rows of which the rank gave
     log-probs. step: the optimizer step. changed_by_reading: number of storages of weights that the backend changed
     while the suite read weights. float8: number of products of operands in float8 that a kernel made. float8_error:
-    their largest distance from the products of the operands, in parts of the magnitudes. embedded: where
-    ranks share sequences, for each lookup of tokens the rows of the embedding on this rank, and the tokens of each row.
-    gathered: where ranks share sequences, ranks of the group, shape of the input, elements and number of all-gathers in
-    the forward pass. documents: where ranks share sequences, on the first rank, the tokens of each document of each row
-    of the first micro-batch of each data-parallel rank.
+    their largest distance from the products of the operands, in parts of the magnitudes. embedded: where ranks have
+    other tokens, for each lookup of tokens the rows of the embedding on this rank, and the tokens of each row. entered:
+    for each of these lookups, for each token the number of the group of equal rows of what the layers multiply first;
+    empty if it is not known. gathered: where ranks have other tokens, ranks of the group, shape of the input, elements
+    and number of all-gathers in the forward pass. documents: where ranks have other tokens, on the first rank, the
+    tokens of each document of each row of the first micro-batch of each data-parallel rank.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
@@ -145,12 +148,15 @@ class _Evidence:
     engine: Count = 0
     moved: tuple[tuple[str, tuple[Count, ...], str, Count, Count], ...] = ()
     work: tuple[tuple[str, Count], ...] = ()
+    backwards: Count = 0
+    operands: tuple[tuple[Count, Count, float, float], ...] = ()
     rows: tuple[Count, ...] = ()
     step: StrictInt | None = None
     changed_by_reading: Count = 0
     float8: Count = 0
     float8_error: Annotated[float, Field(ge=0)] = math.inf
     embedded: tuple[tuple[Count, tuple[tuple[Count, ...], ...]], ...] = ()
+    entered: tuple[tuple[Count, ...], ...] = ()
     gathered: tuple[tuple[tuple[Count, ...], tuple[Count, ...], Count, Count], ...] = ()
     documents: tuple[tuple[tuple[tuple[Count, ...], ...], ...], ...] = ()
 

@@ -64,6 +64,8 @@ _LINEAR = ("mm", "addmm", "linear", "_scaled_mm")  # the last one in float8
 _PART = 256  # rows and columns of a product in float8 that are multiplied again
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 _LOOKUPS = ("embedding", "index")  # operators by which libraries look up the rows of an embedding
+_READ_WEIGHTS = ("mm", "addmm", "mul", "add")  # beside norms: operators that read a whole matrix or vector of a model
+LEAST_OPERAND = 8  # elements of a vector
 _PADDED_ROWS = 128  # Megatron pads the vocabulary of each tensor-parallel rank to a multiple of them
 _DROPS_ALONE = ("dropout", "attention")  # in the names of operators that draw a mask and apply it
 # Methods with which a caller, not the library, tells which micro-batches come before the last: module, class, method.
@@ -128,6 +130,7 @@ class _Operator:
     is_reading: bool
     multiplies_factors: bool
     looks_up: bool
+    reads_weights: bool
 
 
 _OPERATORS: dict[int, _Operator] = {}
@@ -150,6 +153,7 @@ def _operator_of(func: Any) -> _Operator:
         is_reading=name not in _OVERWRITE,
         multiplies_factors=name.rstrip("_") == "mul",
         looks_up=name in _LOOKUPS,
+        reads_weights=name in _READ_WEIGHTS or "_norm" in name,
     )
     return found
 
@@ -214,6 +218,7 @@ class Watch(EagerMode):
     moved: number of collectives of floating-point numbers or gathered bytes, and of their elements, by (kind or BYTES,
         ranks of the group, pass). After ``begin_update`` the pass is ``update``.
     work: multiplications of the products of linear layers, by phase.
+    backwards: number of backward passes that multiply in linear layers.
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
     boundaries: number of calls of the methods in BY_CALLER.
@@ -221,8 +226,12 @@ class Watch(EagerMode):
         product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
         lists of each row. Lookups in other matrices, as of the tokens of an expert, are none.
+    entered: for each of these lookups, what the first product of as many tokens got that followed it: for each token
+        the number of the group of rows that are equal except for their size. Empty if there was none.
     gathered: number of all-gathers of floating-point numbers in the forward pass, by (ranks of the group, shape of the
-        input, elements). Both only if there is an ``embedding``, as where ranks share sequences.
+        input, elements). All three only if there is an ``embedding``, as where ranks have other tokens.
+    operands: dimensions, elements, sum and norm of each vector that is added or multiplied and of each matrix that a
+        linear layer multiplies by, in the first forward pass: of a model's weights, among others.
     drawn: number of masks of dropout by (``forward`` or ``recomputed``, digest of the activations that were dropped
         from or an empty text, digest of the random generator before it drew the mask).
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
@@ -235,6 +244,8 @@ class Watch(EagerMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.embedding = embedding
         self.embedded: deque[tuple[int, list[list[int]]]] = deque(maxlen=LOOKUPS_KEPT)
+        self.entered: deque[list[int]] = deque(maxlen=LOOKUPS_KEPT)
+        self._awaited: list[tuple[int, list[int]]] = []  # tokens of lookups that no product has followed, and groups
         self.gathered: Counter[tuple[tuple[int, ...], tuple[int, ...], int]] = Counter()
         self.leaks: LeakWatch | None = None
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
@@ -249,6 +260,8 @@ class Watch(EagerMode):
         self.reduced: Counter[int] = Counter()
         self.moved: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         self.work: Counter[str] = Counter()
+        self._multiplying: set[str] = set()  # backward passes
+        self._operands: list[tuple[tuple[int, int], Tensor]] = []  # dimensions and elements, and sum and norm (2)
         self.boundaries = 0
         self.float8, self.float8_error = 0, 0.0
         self.drawn: Counter[tuple[str, str, str]] = Counter()
@@ -312,6 +325,8 @@ class Watch(EagerMode):
             self.linear[dtype] += phase == "forward"
             self.engine += phase == "forward"
             self.again += phase == "recomputed"
+            if in_backward:
+                self._multiplying.add(self._pass())
             # The numbers of elements of three matrices, multiplied, are the square of the multiplications.
             self.work[phase] += math.isqrt(math.prod(a.size()) * math.prod(b.size()) * found[0].numel())
         return found
@@ -445,6 +460,10 @@ class Watch(EagerMode):
                     self._drop(activations, state)
         if self.embedding and operator.looks_up and where == "forward":
             self._lookup(self.embedding, args)
+        if where == "forward" and operator.reads_weights:
+            vectors = (arg for arg in args if type(arg) in PLAIN and arg.ndim == 1 and arg.numel() >= LEAST_OPERAND)
+            matrices = args[-1:] if operator.name in ("mm", "addmm") else ()
+            self._operands += (_sums(tensor) for tensor in (*vectors, *matrices) if tensor.is_floating_point())
         if operator.is_product and not self._updating:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
@@ -453,6 +472,10 @@ class Watch(EagerMode):
                 self.float8 += 1
                 self.float8_error = max(self.float8_error, _product_error(args, result))
             if operator.name in _LINEAR:
+                if phase == "backward":
+                    self._multiplying.add(where)
+                elif self._awaited and phase == "forward":
+                    self._enter(args[operator.name == "addmm"])
                 self.work[phase] += result.numel() * args[operator.name == "addmm"].shape[-1]
                 self.linear[_name(result.dtype)] += phase == "forward"
                 self.compiled += phase == "forward" and operator.func._overloadname == "out" and _in_compiled_code()
@@ -473,6 +496,16 @@ class Watch(EagerMode):
         if len(at) == 1 and not at[0].is_floating_point() and at[0].dtype != torch.bool and at[0].numel():
             tokens = at[0].reshape(-1, at[0].shape[-1]) if at[0].ndim else at[0][None, None]
             self.embedded.append((len(weight), tokens.remainder(len(weight)).tolist()))
+            self.entered.append([])
+            self._awaited.append((tokens.numel(), self.entered[-1]))
+
+    def _enter(self, inputs: Tensor) -> None:
+        """Follows lookups to the inputs (..., hidden) of the product that gets as many tokens."""
+        if self.embedding and inputs.shape[-1] == self.embedding.columns:
+            length = inputs.numel() // inputs.shape[-1]
+            for groups in (groups for tokens, groups in self._awaited if tokens == length):
+                groups += _groups(inputs.reshape(length, -1))
+            self._awaited = [one for one in self._awaited if one[0] != length]
 
     def _pass(self) -> str:
         task = _current_graph_task_id()
@@ -486,6 +519,12 @@ class Watch(EagerMode):
             self.nested += number < self._last
             self._last, self._where = number, f"backward {number}"
         return self._where
+
+    def _read_operands(self) -> list[tuple[int, int, float, float]]:
+        sizes = [size for size, _ in self._operands]
+        numbers = torch.stack([sums for _, sums in self._operands]).tolist() if sizes else []
+        found = {(*size, *sums) for size, sums in zip(sizes, numbers, strict=True) if all(map(math.isfinite, sums))}
+        return sorted(found)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON values for the footer of a record, which has them for each rank."""
@@ -505,13 +544,39 @@ class Watch(EagerMode):
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],
+            "operands": self._read_operands(),
+            "backwards": len(self._multiplying),
             "work": [[*entry] for entry in sorted(self.work.items())],
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
             **({"embedded": [*self.embedded]} if self.embedded else {}),
+            **({"entered": [*self.entered]} if self.embedded else {}),
             **({"gathered": [[*key, count] for key, count in sorted(self.gathered.items())]} if self.gathered else {}),
             **({"drawn": [[*key, count] for key, count in sorted(self.drawn.items())]} if self.drawn else {}),
         }
+
+
+def _sums(tensor: Tensor) -> tuple[tuple[int, int], Tensor]:
+    wide = tensor.detach().double()
+    return (tensor.ndim, tensor.numel()), torch.stack([wide.sum(), wide.norm()])
+
+
+def _groups(rows: Tensor) -> list[int]:
+    """Numbers the groups of rows (N, E) that point in the same direction, up to rounding.
+
+    Rows are compared by one number each, along a fixed direction. Kernels may compute a row in another order than the
+    next one; in half precision the results differ in few elements, in others by a few roundings.
+    """
+    precision = rows.dtype if rows.dtype.itemsize > 1 else torch.bfloat16
+    eps, wide = torch.finfo(precision).eps, rows.double()
+    apart = 4 * eps / rows.shape[1] if precision.itemsize == 2 else 64 * eps
+    direction = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device=rows.device).cos()
+    along = wide @ direction / direction.norm() / wide.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    ordered, order = along.sort()
+    found = torch.zeros_like(order)
+    found[order[1:]] = (ordered.diff() > apart).cumsum(0)
+    groups: list[int] = found.tolist()
+    return groups
 
 
 def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

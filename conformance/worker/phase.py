@@ -97,7 +97,8 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
             observer.start(backend, resolved, handed=bool(phase.load) or bool(save and not phase.steps))
         batches = read_batches(phase.batches)[phase.first_step : phase.first_step + phase.steps]
         candidates = evidence_steps(batches)
-        watched, unread = Drawn(len(candidates) - 1, seed=phase.draw), Drawn(len(batches) - 1, seed=phase.draw)
+        other = None if phase.draw is None else phase.draw + 2
+        watched, unread = Drawn(len(candidates) - 1, seed=other), Drawn(len(batches) - 1, seed=phase.draw)
         for batch in batches:
             rank.beat(f"step {batch.step}")
             with contextlib.ExitStack() as captured:
@@ -209,8 +210,8 @@ def header(phase: PhaseSpec, adapter: type[Backend]) -> dict[str, Any]:
 
 
 def _embedding(model: Path, layout: Layout) -> Embedding | None:
-    """Returns the embedding of a model folder, where ranks share sequences; None if its name is not known."""
-    if layout.sp * layout.ulysses == 1:
+    """Returns the embedding of a model folder, where ranks have other tokens; None if its name is not known."""
+    if layout.data * layout.sp * layout.ulysses == 1:
         return None
     shapes = (shape for name, shape in weight_shapes(model).items() if name.endswith(EMBEDDING) and len(shape) == 2)
     return next((Embedding(rows=rows, columns=columns, tp=layout.tp) for rows, columns in shapes), None)

@@ -14,7 +14,7 @@ import torch
 from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
 from conformance.core.host import FIXTURES
-from conformance.judge.layout_evidence import _all_are_recomputed
+from conformance.judge.layout_evidence import _all_are_recomputed, _other_weights, _summed
 from conformance.judge.rounding import expert_summands, measure_accumulation_precision
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import _judged_rows, judge
@@ -31,6 +31,31 @@ from conformance.spec.scenario import load_scenario, parse_scenario
 def test_a_step_that_nothing_is_read_at_is_between_two_that_are(tmp_path: Path) -> None:
     assert verdict_of(tmp_path / "1", unchanged, drawn=1).state == "conforms"
     assert verdict_of(tmp_path / "2", scale("loss", 1.1, at=1)).first_stage == "loss"
+
+
+@pytest.mark.parametrize("precision", ["exact", "fp16"])
+def test_layers_compute_with_the_weights_that_are_shown(tmp_path: Path, precision: PrecisionName) -> None:
+    """Of each rank; weights that never were operands, and weights that were not read, tell nothing."""
+
+    def operands(record: Record, step: int, *names: str) -> Any:
+        tensors = [record.loaded, *record.steps][step].tensors()
+        dtype = record.scenario.tier.compute.dtype
+        return [_summed(tensors[f"weight/{name}"].to(dtype).double()) for name in names]
+
+    def found(record: Record, later: int, *of_ranks: Any) -> list[tuple[int, str]]:
+        first = {"step": 0, "operands": operands(record, 0, "a")}
+        record.footer["evidence"] = [first] * len(of_ranks)
+        record.footer["later_evidence"] = [[{"step": later, "operands": one} for one in of_ranks]]
+        return [*_other_weights(record, record.scenario)]
+
+    record = write(tmp_path / "1", precision=precision, drawn=1)
+    honest = operands(record, 1, "a", "b")
+    assert found(record, 1, honest, honest) == [(1, "")]
+    assert found(record, 1, honest[:1], honest[:1]) == [(1, "")]
+    other = "observed other numbers than those of weight/a"
+    assert found(record, 1, honest, operands(record, 0, "a")) == [(1, other)]
+    assert found(record, 1, operands(record, 0, "a", "b"), honest) == [(1, other)]
+    assert found(record, 2, operands(record, 0, "a"), honest) == []  # weights after step 1 are not read
 
 
 def test_an_update_follows_from_the_cells_own_gradients_whatever_the_noise_allows(tmp_path: Path) -> None:

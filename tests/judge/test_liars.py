@@ -15,7 +15,8 @@ from conformance.spec.precision import PrecisionName
 
 
 def liar(name: str) -> BackendEntry:
-    return BackendEntry(name=name.lower(), target=f"liars:{name}")
+    module, _, kind = name.rpartition(":")
+    return BackendEntry(name=kind.lower(), target=f"{module or 'liars'}:{kind}")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,8 @@ def test_recomputation_shows_in_a_step_that_begins_a_rollout(session: Session) -
         exhaustive(
             "CutsExpertsOfOneLayer", "qwen3-moe", "ep2", "exact", "gradients of experts are not reduced over all data"
         ),
+        ("LooksUpOtherTokens", "llama", "sp2.zigzag", "exact", "each rank holds the tokens of its place"),
+        exhaustive("LooksUpOtherTokens", "llama", "sp2.zigzag", "bf16", "each rank holds the tokens of its place"),
         slow("ReusesItsMasks", "llama", "dp2.dropout", "exact", "other layers and micro-batches draw other masks"),
         slow("ComputesAttentionInFloat32", "qwen2", "dp2", "bf16", "products in bfloat16"),
     ],
@@ -199,7 +202,7 @@ def test_layers_that_zero3_gathers_again_ahead_of_later_micro_batches_are_gather
     ("name", "precision", "stage"),
     [
         exhaustive("ShowsAShadow", "exact", "log-probs"),
-        exhaustive("ShowsAShadow", "bf16", ""),
+        exhaustive("ShowsAShadow", "bf16", "configuration"),
         exhaustive("SkipsChunkEdges", "exact", "gradients"),
         exhaustive("SkipsChunkEdges", "bf16", "gradients"),
     ],
@@ -207,12 +210,51 @@ def test_layers_that_zero3_gathers_again_ahead_of_later_micro_batches_are_gather
 def test_numbers_that_are_wrong_in_few_places(
     session: Session, name: str, precision: PrecisionName, stage: str
 ) -> None:
-    """What half precision hides is listed."""
+    """What half precision hides shows where layers compute with other weights than those that are shown."""
     size: dict[str, Any] = {"steps": STEPS, **small("sft-packed")} if precision == "exact" else {"steps": 5}
     backend = BackendEntry(name="partial", target=f"partial_liars:{name}")
     verdict = session.run(make_cell("sft-packed", "llama", "dp2", precision, backend=backend, **size)).verdict
     assert verdict.first_stage == stage, verdict.reason
-    assert stage or "errors of logprob below" in verdict.reason
+    if stage == "configuration":
+        assert "layers compute with the weights that are shown" in verdict.findings[0].tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario", "layout", "precision", "stage"),
+    [
+        exhaustive("DropsTheLastMicroBatch", "sft-packed", "dp2", "exact", "gradients"),
+        exhaustive("DropsTheLastMicroBatch", "sft-packed", "dp2", "bf16", "gradients"),
+        exhaustive("UpdatesEverySecondParameter", "sft-packed", "dp2", "exact", "clipped update"),
+        exhaustive("CopiesTheFirstRank", "sft-packed", "tp2", "exact", "log-probs"),
+        exhaustive("CopiesTheFirstRank", "sft-packed", "tp2", "bf16", "configuration"),
+        exhaustive("EvaluatesThePolicyAsCritic", "ppo", "dp2", "exact", "old values"),
+        exhaustive("KeepsRoundedMoments", "sft-packed", "dp2", "bf16", "weights after N steps"),
+        slow("ExchangesRows", "sft-packed", "dp2", "exact", "configuration"),
+    ],
+)
+def test_what_is_left_out_shows(
+    session: Session, name: str, scenario: str, layout: str, precision: PrecisionName, stage: str
+) -> None:
+    size: dict[str, Any] = {"steps": 5} if precision == "bf16" else {"steps": 3}
+    size |= small(scenario) if precision == "exact" and scenario == "sft-packed" else {}
+    backend = liar(f"hiding_liars:{name}")
+    verdict = session.run(make_cell(scenario, "llama", layout, precision, backend=backend, **size)).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "listed"),
+    [
+        exhaustive("DropsHalfAsOften", "dp2.dropout", "what dropout does with numbers that it drops"),
+        slow("Fsdp2MergesMicroBatches", "dp2", "a backward pass for each micro-batch"),
+        exhaustive("DeepspeedMergesMicroBatches", "dp2.zero1", "a backward pass for each micro-batch"),
+        exhaustive("MegatronMergesMicroBatches", "dp2", "a backward pass for each micro-batch"),
+    ],
+)
+def test_what_changes_no_number_is_listed(session: Session, name: str, layout: str, listed: str) -> None:
+    backend = liar(f"hiding_liars:{name}")
+    cell = make_cell("sft-packed", "llama", layout, "exact", backend=backend, steps=1, **small("sft-packed"))
+    assert listed in session.run(cell).verdict.reason.partition("not proven: ")[2]
 
 
 @pytest.mark.exhaustive
@@ -262,6 +304,7 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
         slow("ForgetsTheOptimizer", "checkpoint", "training state"),
         exhaustive("SeedsItself", "checkpoint", "generators"),
         slow("SavesElsewhere", "checkpoint", "weights"),
+        exhaustive("hiding_liars:SavesTheStepBefore", "checkpoint", "weights"),
         slow("RestoresThenSeeds", "checkpoint", "generators"),
         slow("ShowsOldMoments", "checkpoint", "weights after N steps"),
         slow("KeepsNoTracker", "checkpoint", "generators"),

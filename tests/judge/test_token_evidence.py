@@ -13,6 +13,7 @@ from conformance.judge.token_evidence import (
     heads_at_a_time,
     held_by_layout,
     shows_tokens,
+    shows_what_enters,
 )
 from conformance.spec.batch import Document, Row
 from conformance.spec.layout import Layout
@@ -102,6 +103,40 @@ def test_another_order_of_the_ring_is_named(split: SplitMode, tp: str) -> None:
     assert found[1:] == (False, f"requested {CONTIGUOUS}, observed {ZIGZAG}")
 
 
+@pytest.mark.parametrize("layout", ["sp2.zigzag", "sp2.tp2.zigzag", "sp2.ulysses2", "sp2.ring"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_looked_up_has_to_enter_the_layers(layout: str, transposed: bool) -> None:
+    """A rank that computes other rows beside its lookups multiplies different rows for equal tokens."""
+    of = Layout.parse(layout)
+    split: SplitMode = "slices" if "ulysses" in layout else "rows"
+    ranks = held(of, split, zigzag="zigzag" in layout)
+    for rank in ranks:
+        tokens = torch.tensor(rank["embedded"][0][1])
+        tokens[tokens > 0] = (tokens[tokens > 0] + 1) // 2  # each token twice
+        rank["embedded"][0][1] = tokens.tolist()
+        rank["entered"] = [(tokens.T if transposed else tokens).flatten().tolist()]
+    of_batch = ranks[0]["documents"]
+    ranks[0]["documents"] = [
+        [[[_halved(token, of) for token in document] for document in row] for row in rows] for rows in of_batch
+    ]
+    assert shows_what_enters(ranks)
+    assert held_by_layout(of, ranks)[1]
+    last = ranks[-1]["entered"][0]
+    ranks[-1]["entered"] = [[(number * 7 + place) % 50 for place, number in enumerate(last)]]
+    assert not held_by_layout(of, ranks)[1]
+    ranks[-1]["entered"] = [[0] * len(last)]  # of a product with nothing
+    assert not held_by_layout(of, ranks)[1]
+    ranks[-1]["entered"] = [[]]
+    assert not shows_what_enters(ranks)
+    assert held_by_layout(of, ranks)[1]
+
+
+def _halved(token: int, layout: Layout) -> int:
+    """Returns the token that ``token`` is replaced by, in its rank's part of the vocabulary."""
+    begin = token // (own := -(-VOCABULARY // layout.tp)) * own
+    return begin + (token - begin + 1) // 2
+
+
 def test_heads_that_are_gathered_at_a_time_are_counted() -> None:
     of = Layout.parse("sp2.stride2")
     ranks = held(of, "slices", zigzag=False)
@@ -127,10 +162,30 @@ def test_lookups_are_observed_where_ranks_share_sequences(shares: bool) -> None:
     with (watch := Watch(embedding=embedding if shares else None)).step():
         (torch.nn.functional.embedding(at, weight) + weight[at]).sum().backward()
         torch.nn.functional.embedding(at + 1 - 1, weight)  # of a later micro-batch
+    assert not any(watch.entered)
     watch._collective(Collective("all_gather", (0, 1), torch.float32, 12, (1, 6)))
     found = watch.to_json()
     assert found.get("embedded") == ([(60, at.tolist())] * 2 if shares else None)
     assert found.get("gathered") is None  # after the first backward pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_that_layers_multiply_first_are_grouped(dtype: torch.dtype) -> None:
+    """Lookups beside those that enter the layers show which tokens the layers get, and later lookups show nothing."""
+    weight, own = torch.rand(60, 32).to(dtype), torch.tensor([[3, 5, 59, 3], [1, 3, 5, 2]])
+    with (watch := Watch(embedding=Embedding(rows=60, columns=32, tp=1))).step():
+        weight[own + 0]
+        weight[torch.arange(8)]
+        states = weight[own] * 2.0 ** torch.arange(8).view(2, 4, 1).to(dtype)  # of another size in each row
+        states[..., :16] @ torch.rand(16, 4).to(dtype)
+        states @ torch.rand(32, 4).to(dtype)
+        weight[own - 0]
+    *first, last = watch.to_json()["entered"]
+    assert last == []
+    tokens = own.flatten().tolist()
+    for groups in first:
+        assert len({*zip(tokens, groups, strict=True)}) == len({*tokens}) == len({*groups})
+    assert len(first) == 3
 
 
 def test_lookups_in_other_matrices_are_none_of_tokens() -> None:

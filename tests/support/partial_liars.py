@@ -17,6 +17,7 @@ from conformance.backends.protocol import StepMetrics, TensorKind
 from conformance.spec.batch import Batch
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
+from impl.context_parallel import sequence_sharding
 from impl.deepspeed.adapter import DeepspeedBackend
 from impl.engine.hugging_face import compile_layers, forget_compiled, layers_of
 from impl.fsdp2 import expert_parallel, tensor_parallel
@@ -239,3 +240,30 @@ class ShowsAShadow(Fsdp2Backend):
         yield from super().named_tensors(kind, model)
         if kind == "weight" and self.kept is not None:
             self._own().copy_(self.kept)
+
+
+class LooksUpOtherTokens(Fsdp2Backend):
+    """Looks up the tokens of zigzag parts, as requested, and those of contiguous parts, which it trains on."""
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        options = tuple("ring" if option == "zigzag" else option for option in layout.options)
+        return super().setup(scenario, replace(layout, options=options), *arguments)
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        embedding = self.models["policy"].model.get_input_embeddings()  # type: ignore[attr-defined]
+        place, shard_inputs = sequence_sharding.place, sequence_sharding.shard_inputs
+        requested: list[torch.Tensor] = []
+
+        def placed(inputs: Any, **named: Any) -> Any:
+            source = place(inputs, **{**named, "zigzag": True}).source[dist.get_rank()]
+            requested.append(shard_inputs(inputs, source).tokens)
+            return place(inputs, **named)
+
+        def also(module: Any, _: Any) -> None:
+            torch.nn.functional.embedding(requested[-1], module.weight)
+
+        hook = embedding.register_forward_pre_hook(also)
+        with patch.object(sequence_sharding, "place", placed):
+            metrics = super().train_step(batch, on_gradients)
+        hook.remove()
+        return metrics
