@@ -20,27 +20,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from conformance.judge.tolerance import Measurement
-from conformance.judge.work_evidence import (
-    IN_BUCKETS,
+from conformance.judge.exchange_evidence import IN_BUCKETS, exchange_claims, keeps_weights, part_of_weights
+from conformance.judge.step_evidence import (
     Claims,
     Linear,
+    Ranks,
     Step,
     anywhere,
-    exchange_claims,
     in_backward,
     in_forward,
-    keeps_weights,
-    mask_claims,
     not_forward,
-    not_proven,
-    part_of_weights,
     shards_of,
-    work_claims,
 )
-from conformance.numerics.sketch import is_projected, whole_shapes
+from conformance.judge.tolerance import Measurement
+from conformance.judge.work_evidence import mask_claims, not_proven, other_weights, work_claims
+from conformance.numerics.sketch import whole_shapes
 from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
@@ -61,7 +55,6 @@ AGAIN, AGAIN_ROUTED = 0.6, 0.4
 # Least share of the products of linear layers in the requested half precision. Some routers compute in float32; with
 # one expert per token and small models these are a seventh.
 IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
-SAME = 1e-9  # of sums of the same numbers in float64, in any order
 TOGETHER = "weights of a layer are gathered together"
 OF_A_LAYER = 4  # products of the linear layers of one layer, where q, k and v are fused, and gate and up
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
@@ -181,7 +174,7 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
         for key in phase.footer.get("changed_settings", []):
             yield _measured(f"exported {key}", phase.header["first_step"] + phase.footer["steps"] - 1, holds=False)
         layout, stage = phase.layout, _stage_of(phase)
-        for step, where in _other_weights(phase, scenario):
+        for step, where in other_weights(phase, scenario):
             claim = f"{layout}: layers compute with the weights that are shown"
             yield _measured(claim, step, holds=not where, where=where)
         steps = [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]
@@ -189,57 +182,6 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
             for claim, holds, where in _claims_of(phase, ranks, scenario, sizes, stage=stage, first=not n):
                 step = ranks[0]["step"] if n else phase.header["first_step"] - 1
                 yield _measured(f"{layout}: {claim}", step, holds=holds, where=where)
-
-
-def _other_weights(phase: Record, scenario: Scenario) -> Iterator[tuple[int, str]]:
-    """Yields each step after the first evidence at which weights can be compared with what layers multiply by, and
-    where they differ: the weights that were shown before the step are not among the operands, as the weights that were
-    shown before the first evidence are. Weights that are not among these, as where ranks cut them, tell nothing."""
-    known: list[set[str]] | None = None
-    for ranks in [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]:
-        number = ranks[0].get("step") if ranks else None
-        if number is None or not all(rank.get("operands") for rank in ranks):
-            continue
-        shown = _shown_before(phase, number, scenario)
-        found = [{name for name, sums in shown.items() if _is_among(sums, rank["operands"])} for rank in ranks]
-        if known is None:
-            known = found
-        elif shown:
-            other = sorted({name for before, now in zip(known, found, strict=True) for name in before - now})
-            yield number, f"observed other numbers than those of {', '.join(other[:3])}" if other else ""
-
-
-Sums = tuple[int, int, float, float]  # dimensions, elements, sum and norm
-
-
-def _shown_before(phase: Record, step: int, scenario: Scenario) -> dict[str, list[Sums]]:
-    """Returns the sums of each weight that was shown before a step: of its numbers, and of those in the dtype of
-    products. Empty if the weights were not read."""
-    entry = phase.loaded if step == phase.header["first_step"] else None
-    entry = entry or next((one for one in phase.steps if one.step == step - 1), None)
-    if entry is None:
-        return {}
-    found = {}
-    with entry.open() as file:
-        names = {*file.keys()}
-        for name in names:
-            if name.partition("/")[0].rpartition(".")[2] == "weight" and not is_projected(name, names):
-                tensor = file.get_tensor(name)
-                casts = {one.dtype: one for one in (tensor, tensor.to(scenario.tier.compute.dtype))}
-                found[name] = [_summed(one.double()) for one in casts.values()]
-    return found
-
-
-def _summed(tensor: torch.Tensor) -> Sums:
-    return tensor.ndim, tensor.numel(), float(tensor.sum()), float(tensor.norm())
-
-
-def _is_among(sums: Sequence[Sums], operands: Sequence[Sums]) -> bool:
-    return any(
-        shape == of and abs(norm - own) <= SAME * norm and abs(total - other) <= SAME * norm * math.sqrt(shape[1])
-        for *shape, total, norm in sums
-        for *of, other, own in operands
-    )
 
 
 def _measured(text: str, step: int, *, holds: bool, where: str = "") -> Measurement:
@@ -252,7 +194,7 @@ def _claims_of(
 ) -> Claims:
     """``first``: this is the first evidence of the phase."""
     step = _step_of(phase, ranks)
-    for claim, holds in _claims(phase.layout, _Ranks(ranks), scenario, sizes, stage=stage, step=step):
+    for claim, holds in _claims(phase.layout, Ranks(ranks), scenario, sizes, stage=stage, step=step):
         # From the second step on, ZeRO-3 gathers ahead, many modules at a time.
         if claim == TOGETHER and not first:
             continue
@@ -321,76 +263,6 @@ def _work(layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage
     )
 
 
-class _Ranks:
-    """The evidence of all ranks."""
-
-    def __init__(self, ranks: Sequence[dict[str, Any]]) -> None:
-        self._ranks = ranks
-
-    def most(
-        self, kinds: tuple[str, ...], size: int | None, passes: Callable[[str], bool], *, dtype: str = "float"
-    ) -> int:
-        """Returns how many collectives in groups of ``size`` (None: any size) the busiest rank made.
-
-        dtype: a part of the dtype's name.
-        """
-        counts = [
-            sum(
-                count
-                for kind, group, its_dtype, where, count in rank["collectives"]
-                if kind in kinds and size in (None, group) and passes(where) and dtype in its_dtype
-            )
-            for rank in self._ranks
-        ]
-        return int(max(counts))
-
-    def passes(self) -> set[str]:
-        return {where for rank in self._ranks for *_, where, _ in rank["collectives"]}
-
-    def products(self, where: str, dtype: str | None = None) -> int:
-        """Counts matrix products of all ranks in forward, backward or recomputed passes."""
-        return sum(
-            count
-            for rank in self._ranks
-            for its_dtype, its_pass, count in rank["products"]
-            if its_pass == where and dtype in (None, its_dtype)
-        )
-
-    def linear(self, dtype: str | None = None) -> int:
-        """Counts products of linear layers in forward passes, of all ranks. Records that do not separate these give all
-        products."""
-        counts = [dict(rank.get("linear", ())) for rank in self._ranks]
-        if not any(counts):
-            return self.products("forward", dtype)
-        return sum(count for known in counts for its_dtype, count in known.items() if dtype in (None, its_dtype))
-
-    def total(self, name: str) -> int:
-        """Sums up a number of conformance.worker.evidence.Watch over all ranks; older records may not have it."""
-        return sum(rank.get(name, 0) for rank in self._ranks)
-
-    def recomputed(self) -> float:
-        """Returns recomputed products of linear layers / those of forward passes, of all ranks. Records that do not
-        separate linear layers give the ratio of all products."""
-        if all("again" in rank for rank in self._ranks):
-            return self.total("again") / max(1, self.linear())
-        return self.products("recomputed") / max(1, self.products("forward"))
-
-    def reduced(self, size: int) -> int:
-        """Returns the number of elements summed over groups of this size, of the rank with the most."""
-        return int(max(dict(rank.get("reduced", ())).get(size, 0) for rank in self._ranks))
-
-    def held_weights(self) -> int:
-        """Returns the bytes that were used as weights and are alive when gradients are ready, of the rank with the
-        most."""
-        return int(max(sum(size * count for size, count in rank.get("held_weights", ())) for rank in self._ranks))
-
-    def is_wide(self, width: int) -> bool:
-        return any(width in rank["widths"] for rank in self._ranks)
-
-    def is_long(self, length: int) -> bool:
-        return any(length in rank.get("lengths", ()) for rank in self._ranks)
-
-
 def _outside(where: str) -> bool:
     return not in_backward(where)
 
@@ -400,7 +272,7 @@ def _only(wanted: str) -> Callable[[str], bool]:
 
 
 def _claims(
-    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None, step: Step | None
+    layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None, step: Step | None
 ) -> Truths:
     forward = ranks.products("forward")
     if forward:
@@ -435,7 +307,7 @@ def _claims(
         yield from of_part(layout, ranks, scenario, sizes, stage)
 
 
-def _all_are_recomputed(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, step: Step | None) -> bool:
+def _all_are_recomputed(layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, step: Step | None) -> bool:
     share = (AGAIN_ROUTED if sizes.experts else AGAIN) * sizes.linear.passed_part
     passes = sizes.layers * scenario.accumulation * layout.world_size // layout.pp
     if ranks.recomputed() > share or ranks.total("nested") >= share * passes:
@@ -447,7 +319,7 @@ def _all_are_recomputed(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes
     return bool(begins and step and sum(step.work("recomputed")) >= share * step.tokens * sizes.linear.layers)
 
 
-def _of_data_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
+def _of_data_ranks(layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
     """Checks ZeRO stages, replicas, and when gradients are reduced."""
     data = layout.data * layout.sp * layout.ulysses
     alone = data == layout.data and layout.tp == layout.pp == 1  # every collective is one of data ranks
@@ -485,7 +357,7 @@ def _of_data_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Siz
         yield "updated weights are gathered in the forward pass", gathered > 0
 
 
-def _of_shares(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
+def _of_shares(layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
     """Checks which share of the weights each rank holds, and whether whole gradients could be accumulated."""
     shards = shards_of(layout)
     model = layout.tp * layout.pp
@@ -505,7 +377,7 @@ def _of_shares(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, 
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most
 
 
-def _of_experts(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
+def _of_experts(layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
     """Checks expert parallelism: tokens travel, and experts' gradients are reduced over fewer ranks than others."""
     if layout.ep == 1:
         return
@@ -531,7 +403,7 @@ def _padded(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // (PADDING * tp)) * PADDING * tp
 
 
-def _of_model_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, _: int | None) -> Truths:
+def _of_model_ranks(layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, _: int | None) -> Truths:
     """Checks tensor, sequence, pipeline and context parallelism."""
     vocabulary = sizes.vocabulary
     if layout.tp > 1:

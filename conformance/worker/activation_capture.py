@@ -23,7 +23,7 @@ from conformance.backends.protocol import Backend, Cut, Traced, TracedModule
 from conformance.numerics.float64_tier import PLAIN, EagerMode
 from conformance.results.bisection import Direction, First, Issued, Side
 from conformance.spec.batch import Batch
-from conformance.worker.evidence import collective_of
+from conformance.worker.operators import collective_of
 
 BETWEEN = " -> "  # joins two modules in the name of a place
 Place = tuple[str, Direction]  # a module, or ``A -> B``

@@ -15,15 +15,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 
 from conformance.numerics.float64_tier import (
@@ -32,39 +28,28 @@ from conformance.numerics.float64_tier import (
     LeakWatch,
     in_place_of_lifting,
     lifted_below,
-    may_be_lifted,
 )
 from conformance.numerics.sketch import on_cpu
 from conformance.records.record_format import LOOKUPS_KEPT
+from conformance.worker.operators import (
+    LINEAR,
+    OPERATORS,
+    Collective,
+    Operator,
+    collective_of,
+    dtype_name,
+    in_compiled_code,
+    operator_of,
+    product_error,
+    tensors_in,
+)
 from conformance.worker.rank_state import digest_of
 
-# The kind of a collective by the prefix of the operator's name, for torch.distributed and its functional variants.
-COLLECTIVE_KINDS = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "send": "send",
-}
 WORD = 8  # bytes
 _current_graph_task_id, _NoTorchFunction = torch._C._current_graph_task_id, torch._C.DisableTorchFunction
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # arguments that hold no tensors
-_INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
-_STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
-_WHOLE = [stem for stem in _STEMS if stem not in ("broadcast", "reduce", "send")]  # in the name of a library's operator
 BYTES = "all_gather of bytes"  # a kind of its own in Watch.moved
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operators
-_LINEAR = ("mm", "addmm", "linear", "_scaled_mm")  # the last one in float8
-_PART = 256  # rows and columns of a product in float8 that are multiplied again
-_PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
-_LOOKUPS = ("embedding", "index")  # operators by which libraries look up the rows of an embedding
-_READ_WEIGHTS = ("mm", "addmm", "mul", "add")  # beside norms: operators that read a whole matrix or vector of a model
 LEAST_OPERAND = 8  # elements of a vector
 _PADDED_ROWS = 128  # Megatron pads the vocabulary of each tensor-parallel rank to a multiple of them
 _DROPS_ALONE = ("dropout", "attention")  # in the names of operators that draw a mask and apply it
@@ -84,8 +69,6 @@ FUNCTIONS = (
     ("torchao.float8.stateful_float8_linear", "manual_float8_matmul_with_args_in_float8"),
 )
 
-_OVERWRITE = ("zero_", "fill_")  # operators that read none of their tensor's numbers, as where gradients are cleared
-
 
 @dataclass(slots=True)
 class _Storage:
@@ -94,86 +77,6 @@ class _Storage:
     ref: weakref.ref[torch.UntypedStorage]
     is_used: bool = False
     is_activation: bool = False
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective of at least two ranks. elements: of its input or output on this rank, whichever is larger. shape: of
-    the smallest tensor of both."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    dtype: torch.dtype
-    elements: int
-    shape: tuple[int, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Operator:
-    """What is known of an operator before it is called. A step calls thousands, so it is looked up once for each.
-
-    kind: of the collective that it issues; None for other operators. is_counted: it is none of torch's collectives.
-    is_reading: it reads its tensors' numbers.
-    """
-
-    func: Any  # keeps the object, and so its id, which _OPERATORS is indexed by
-    name: str
-    kind: str | None
-    is_counted: bool
-    draws: bool
-    may_be_lifted: bool
-    is_product: bool
-    is_reading: bool
-    multiplies_factors: bool
-    looks_up: bool
-    reads_weights: bool
-
-
-_OPERATORS: dict[int, _Operator] = {}
-
-
-def _operator_of(func: Any) -> _Operator:
-    """Describes an operator. A higher-order one, which calls another, has no name."""
-    space, name, draws = "", "", False
-    if not isinstance(func, HigherOrderOperator):
-        space, _, name = func._schema.name.partition("::")
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-    found = _OPERATORS[id(func)] = _Operator(
-        func=func,
-        name=name,
-        kind=_kind_of(space, name.strip("_")),
-        is_counted=space not in COLLECTIVE_SPACES,
-        draws=draws,
-        may_be_lifted=may_be_lifted(func),
-        is_product=name in _PRODUCTS,
-        is_reading=name not in _OVERWRITE,
-        multiplies_factors=name.rstrip("_") == "mul",
-        looks_up=name in _LOOKUPS,
-        reads_weights=name in _READ_WEIGHTS or "_norm" in name,
-    )
-    return found
-
-
-def _kind_of(space: str, name: str) -> str | None:
-    """Returns the kind of collective that an operator issues; None for other operators. A library's own operator hides
-    the collective inside of it, and is recognised by its name."""
-    if space in COLLECTIVE_SPACES:
-        return next((COLLECTIVE_KINDS[stem] for stem in _STEMS if name.startswith(stem)), None)
-    return None if space in ("aten", "prims") else next((COLLECTIVE_KINDS[s] for s in _WHOLE if s in name), None)
-
-
-def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
-    """Returns the collective that an operator with these arguments issues; None for other operators."""
-    kind, tensor = (_OPERATORS.get(id(func)) or _operator_of(func)).kind, next(_tensors(args), None)
-    if kind is None or tensor is None or len(ranks := _group_ranks(args)) < 2:
-        return None
-    elements = max(sum(t.numel() for t in _tensors([value])) for value in args)
-    smallest = min(_tensors(args), key=Tensor.numel)
-    return Collective(kind, ranks, tensor.dtype, elements, tuple(smallest.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +222,7 @@ class Watch(EagerMode):
         found = own(a, flipped, b, b_flipped, *rest, **more)
         if not self._reading:
             in_backward, of_forward = self._pass().startswith("backward"), flipped and not b_flipped
-            dtype = _name(found[0].dtype)
+            dtype = dtype_name(found[0].dtype)
             phase = ("recomputed" if of_forward else "backward") if in_backward else "forward"
             self.products[dtype, phase] += 1
             self.linear[dtype] += phase == "forward"
@@ -371,7 +274,7 @@ class Watch(EagerMode):
         # In a backward pass the mode of the exact tier would be called for each attribute of a tensor.
         with _NoTorchFunction():
             kwargs = kwargs or {}
-            operator = _OPERATORS.get(id(func)) or _operator_of(func)
+            operator = OPERATORS.get(id(func)) or operator_of(func)
             lifted = lifted_below(func, args, kwargs) if self._lifts and operator.may_be_lifted else None
             given, named = lifted or (args, kwargs)
             if self._reading:
@@ -387,7 +290,7 @@ class Watch(EagerMode):
                 self.leaks.see(func, result)
             return result
 
-    def _see(self, operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _see(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         is_plain = type(result) is Tensor
         if operator.kind and (found := collective_of(operator.func, args)):
             self._collective(found)
@@ -402,10 +305,10 @@ class Watch(EagerMode):
         if is_forward or not is_plain or result.ndim > 2:
             self._remember_storages((result,), is_read)
 
-    def _mask(self, operator: _Operator, args: tuple[Any, ...], result: Any, state: str) -> None:
+    def _mask(self, operator: Operator, args: tuple[Any, ...], result: Any, state: str) -> None:
         """Follows a mask that was drawn from a generator in this state to the activations that it is applied to."""
         if any(stem in operator.name for stem in _DROPS_ALONE):
-            self._drop(next(_tensors(args)), state)
+            self._drop(next(tensors_in(args)), state)
         elif isinstance(result, Tensor):
             self._masks[result.untyped_storage()._cdata] = state
 
@@ -436,7 +339,7 @@ class Watch(EagerMode):
 
     def _collective(self, found: Collective) -> None:
         where = self._pass()
-        self.collectives[found.kind, found.size, _name(found.dtype), where] += 1
+        self.collectives[found.kind, found.size, dtype_name(found.dtype), where] += 1
         # Weights in float8 are gathered as bytes, and so is what has nothing to do with weights.
         in_bytes = found.kind == "all_gather" and found.dtype.itemsize == 1
         if found.dtype.is_floating_point or in_bytes:
@@ -450,11 +353,11 @@ class Watch(EagerMode):
             # The input, which is summed, is at least as large as the output, so these are its elements.
             self.reduced[found.size] += found.elements
 
-    def _tensor(self, operator: _Operator, result: Tensor, args: tuple[Any, ...]) -> None:
+    def _tensor(self, operator: Operator, result: Tensor, args: tuple[Any, ...]) -> None:
         if result.is_meta or (type(result) is not Tensor and isinstance(result, FakeTensor)):
             return  # DTensor computes shapes of whole tensors this way; no rank holds them
         where = self._pass()
-        if self._masks and operator.multiplies_factors and len(factors := [*_tensors(args)]) == 2:
+        if self._masks and operator.multiplies_factors and len(factors := [*tensors_in(args)]) == 2:
             for activations, mask in (factors, factors[::-1]):
                 if (state := self._masks.pop(mask.untyped_storage()._cdata, None)) is not None:
                     self._drop(activations, state)
@@ -467,18 +370,18 @@ class Watch(EagerMode):
         if operator.is_product and not self._updating:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
-            self.products[_name(result.dtype), phase] += 1
+            self.products[dtype_name(result.dtype), phase] += 1
             if operator.name == "_scaled_mm":
                 self.float8 += 1
-                self.float8_error = max(self.float8_error, _product_error(args, result))
-            if operator.name in _LINEAR:
+                self.float8_error = max(self.float8_error, product_error(args, result))
+            if operator.name in LINEAR:
                 if phase == "backward":
                     self._multiplying.add(where)
                 elif self._awaited and phase == "forward":
                     self._enter(args[operator.name == "addmm"])
                 self.work[phase] += result.numel() * args[operator.name == "addmm"].shape[-1]
-                self.linear[_name(result.dtype)] += phase == "forward"
-                self.compiled += phase == "forward" and operator.func._overloadname == "out" and _in_compiled_code()
+                self.linear[dtype_name(result.dtype)] += phase == "forward"
+                self.compiled += phase == "forward" and operator.func._overloadname == "out" and in_compiled_code()
                 self.again += phase == "recomputed"
         if result.ndim == 3 and not where.startswith("backward") and result.is_floating_point():
             _, length, width = result.shape
@@ -487,7 +390,7 @@ class Watch(EagerMode):
 
     def _lookup(self, embedding: Embedding, args: tuple[Any, ...]) -> None:
         """Remembers the tokens (rows, length) or (length,) that are looked up in the embedding."""
-        weight, *at = _tensors(args)
+        weight, *at = tensors_in(args)
         if not embedding.may_be(weight):
             return
         known = self._storages.get(weight.untyped_storage()._cdata)
@@ -581,64 +484,9 @@ def _groups(rows: Tensor) -> list[int]:
 
 def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the state of the generator that a drawing operator draws from; None if its tensor has no numbers."""
-    tensor = next(_tensors(args), None)
+    tensor = next(tensors_in(args), None)
     if tensor is None or tensor.is_meta or isinstance(tensor, FakeTensor):
         return None
     if (own := kwargs.get("generator")) is not None:
         return own.get_state()
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
-
-
-def _product_error(args: tuple[Any, ...], result: Tensor) -> float:
-    """Returns how far a scaled product is from that of its operands (M, K) and (K, N), of which a part is multiplied;
-    infinity if it is not known, as of NaN and scales of blocks.
-
-    args: both operands, both scales, which are single numbers, or (M, 1) and (1, N), and maybe a bias (N).
-    """
-    a, b, *scales = args[:4]
-    if not result.numel():
-        return 0.0
-    by_row = (len(a), 1), (1, b.shape[1])
-    if any(scale.numel() != 1 and scale.shape != known for scale, known in zip(scales, by_row, strict=True)):
-        return math.inf
-    scale_a, scale_b = (scale if scale.numel() == 1 else scale[:_PART, :_PART] for scale in scales)
-    wide_a, wide_b = a[:_PART].double() * scale_a, b[:, :_PART].double() * scale_b
-    bias = args[4][:_PART].double() if len(args) > 4 and args[4] is not None else torch.zeros_like(wide_b[0])
-    distance = (result[:_PART, :_PART].double() - wide_a @ wide_b - bias).abs()
-    magnitudes = wide_a.abs() @ wide_b.abs() + bias.abs()
-    error = float((distance / magnitudes.clamp(min=torch.finfo(torch.float64).tiny)).max())
-    return math.inf if math.isnan(error) else error
-
-
-def _in_compiled_code() -> bool:
-    """Whether code of torch's inductor is running. Its matrix products write into preallocated tensors, and a library's
-    may as well; so the frames are inspected for such products only."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith(_INDUCTOR):
-        frame = frame.f_back
-    return frame is not None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _group_ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
-    for value in args:
-        group = value
-        with contextlib.suppress(Exception):
-            if isinstance(value, torch._C.ScriptObject):
-                group = dist.ProcessGroup.unbox(value)
-            elif isinstance(value, str):
-                group = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
-            if isinstance(group, dist.ProcessGroup):
-                return tuple(dist.get_process_group_ranks(group))
-    return ()

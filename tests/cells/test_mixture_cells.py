@@ -183,7 +183,7 @@ def test_expert_parallelism_that_does_nothing_shows_though_all_numbers_are_right
 ) -> None:
     backend = liar.removesuffix("RunsWholeExperts").lower()
     cell = cell_of(backend, "sft-packed", "qwen3-moe", layout, "exact", steps=1)
-    wrong = BackendEntry(name="liar", target=f"liars:{liar}")
+    wrong = BackendEntry(name="liar", target=f"layout_liars:{liar}")
     verdict = session.run(Cell.single(scenario=cell.scenario, backend=wrong, layout=cell.phases[0].layout)).verdict
     assert {finding.stage for finding in verdict.findings} == {"configuration"}, verdict.reason
     for claim in ("tokens go to the ranks of their experts", "gradients of experts are not reduced over all"):

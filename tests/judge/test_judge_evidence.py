@@ -14,10 +14,11 @@ import torch
 from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
 from conformance.core.host import FIXTURES
-from conformance.judge.layout_evidence import _all_are_recomputed, _other_weights, _summed
+from conformance.judge.layout_evidence import _all_are_recomputed
 from conformance.judge.rounding import expert_summands, measure_accumulation_precision
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import _judged_rows, judge
+from conformance.judge.work_evidence import other_weights, sums_of
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
@@ -40,13 +41,13 @@ def test_layers_compute_with_the_weights_that_are_shown(tmp_path: Path, precisio
     def operands(record: Record, step: int, *names: str) -> Any:
         tensors = [record.loaded, *record.steps][step].tensors()
         dtype = record.scenario.tier.compute.dtype
-        return [_summed(tensors[f"weight/{name}"].to(dtype).double()) for name in names]
+        return [sums_of(tensors[f"weight/{name}"].to(dtype).double()) for name in names]
 
     def found(record: Record, later: int, *of_ranks: Any) -> list[tuple[int, str]]:
         first = {"step": 0, "operands": operands(record, 0, "a")}
         record.footer["evidence"] = [first] * len(of_ranks)
         record.footer["later_evidence"] = [[{"step": later, "operands": one} for one in of_ranks]]
-        return [*_other_weights(record, record.scenario)]
+        return [*other_weights(record, record.scenario)]
 
     record = write(tmp_path / "1", precision=precision, drawn=1)
     honest = operands(record, 1, "a", "b")

@@ -1,5 +1,6 @@
 """No backend can talk its way past the judge: each lie with the stage at which it is caught."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from conformance.spec.layout import Layout
 from conformance.spec.observables import AGAINST_REBUILT
 from conformance.spec.precision import PrecisionName
 
+SUPPORT = Path(__file__).parents[1] / "support"
+
 
 def liar(name: str) -> BackendEntry:
-    module, _, kind = name.rpartition(":")
-    return BackendEntry(name=kind.lower(), target=f"{module or 'liars'}:{kind}")
+    modules = (file for file in SUPPORT.glob("*liars.py") if f"class {name}(" in file.read_text())
+    return BackendEntry(name=name.lower(), target=f"{next(modules).stem}:{name}")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_modules_that_are_gathered_each_by_itself_are_seen_after_a_roll_out(sess
 @pytest.mark.slow  # test_recomputation_after_forward_passes_without_training shows it on records
 def test_recomputation_shows_in_a_step_that_begins_a_rollout(session: Session) -> None:
     """Its forward passes without a backward pass hide nothing, and an honest backend conforms."""
-    partial = BackendEntry(name="partial", target="partial_liars:Fsdp2RecomputesOneLayer")
+    partial = liar("Fsdp2RecomputesOneLayer")
     for backend, state in ((BACKENDS["fsdp2"], "conforms"), (partial, "differs")):
         verdict = session.run(make_cell("grpo", "llama", "dp2.ckpt", "exact", backend=backend, steps=1)).verdict
         assert verdict.state == state, verdict.reason
@@ -184,7 +187,7 @@ def test_recomputation_shows_in_a_step_that_begins_a_rollout(session: Session) -
 def test_a_part_of_what_was_asked_is_not_enough(
     session: Session, name: str, model: str, layout: str, precision: PrecisionName, claim: str
 ) -> None:
-    backend = BackendEntry(name="partial", target=f"partial_liars:{name}")
+    backend = liar(name)
     cell = make_cell("sft-packed", model, layout, precision, backend=backend, steps=1, **small("sft-packed"))
     verdict = session.run(cell).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
@@ -212,7 +215,7 @@ def test_numbers_that_are_wrong_in_few_places(
 ) -> None:
     """What half precision hides shows where layers compute with other weights than those that are shown."""
     size: dict[str, Any] = {"steps": STEPS, **small("sft-packed")} if precision == "exact" else {"steps": 5}
-    backend = BackendEntry(name="partial", target=f"partial_liars:{name}")
+    backend = liar(name)
     verdict = session.run(make_cell("sft-packed", "llama", "dp2", precision, backend=backend, **size)).verdict
     assert verdict.first_stage == stage, verdict.reason
     if stage == "configuration":
@@ -237,7 +240,7 @@ def test_what_is_left_out_shows(
 ) -> None:
     size: dict[str, Any] = {"steps": 5} if precision == "bf16" else {"steps": 3}
     size |= small(scenario) if precision == "exact" and scenario == "sft-packed" else {}
-    backend = liar(f"hiding_liars:{name}")
+    backend = liar(name)
     verdict = session.run(make_cell(scenario, "llama", layout, precision, backend=backend, **size)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
 
@@ -252,7 +255,7 @@ def test_what_is_left_out_shows(
     ],
 )
 def test_what_changes_no_number_is_listed(session: Session, name: str, layout: str, listed: str) -> None:
-    backend = liar(f"hiding_liars:{name}")
+    backend = liar(name)
     cell = make_cell("sft-packed", "llama", layout, "exact", backend=backend, steps=1, **small("sft-packed"))
     assert listed in session.run(cell).verdict.reason.partition("not proven: ")[2]
 
@@ -260,7 +263,7 @@ def test_what_changes_no_number_is_listed(session: Session, name: str, layout: s
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("save", ["checkpoint", "state"])
 def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save: Handover) -> None:
-    backend = BackendEntry(name="partial", target="partial_liars:RestoresNoFrozenWeights")
+    backend = liar("RestoresNoFrozenWeights")
     scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
     phases = [Phase(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in (save, None)]
     verdict = session.run(Cell(scenario=scenario, phases=tuple(phases), program=f"by-{save}")).verdict
@@ -272,7 +275,7 @@ def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save
 
 @pytest.mark.exhaustive
 def test_settings_of_an_exported_folder_are_the_models(session: Session) -> None:
-    backend = BackendEntry(name="partial", target="partial_liars:ExportsOtherSettings")
+    backend = liar("ExportsOtherSettings")
     scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
     phases = [Phase(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in ("export", None)]
     verdict = session.run(Cell(scenario=scenario, phases=tuple(phases), program="by-export")).verdict
@@ -304,7 +307,7 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
         slow("ForgetsTheOptimizer", "checkpoint", "training state"),
         exhaustive("SeedsItself", "checkpoint", "generators"),
         slow("SavesElsewhere", "checkpoint", "weights"),
-        exhaustive("hiding_liars:SavesTheStepBefore", "checkpoint", "weights"),
+        exhaustive("SavesTheStepBefore", "checkpoint", "weights"),
         slow("RestoresThenSeeds", "checkpoint", "generators"),
         slow("ShowsOldMoments", "checkpoint", "weights after N steps"),
         slow("KeepsNoTracker", "checkpoint", "generators"),

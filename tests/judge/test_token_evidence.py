@@ -17,7 +17,8 @@ from conformance.judge.token_evidence import (
 )
 from conformance.spec.batch import Document, Row
 from conformance.spec.layout import Layout
-from conformance.worker.evidence import Collective, Embedding, Watch
+from conformance.worker.evidence import Embedding, Watch
+from conformance.worker.operators import Collective
 from impl.context_parallel.sequence_sharding import SplitMode, place, shard_inputs
 from impl.interface.micro_batches import collate
 

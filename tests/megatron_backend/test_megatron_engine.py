@@ -306,7 +306,7 @@ def test_transformer_engine_conforms_in_bf16(on_gpus: Session, model: str, layou
 @pytest.mark.exhaustive
 @needs_engine
 def test_missing_transformer_engine_differs_at_configuration(on_gpus: Session) -> None:
-    liar = BackendEntry(name="liar", target="liars:MegatronDropsItsOptions")
+    liar = BackendEntry(name="liar", target="layout_liars:MegatronDropsItsOptions")
     verdict = on_gpus.run(make_cell("sft-packed", "llama", "dp2.te", "bf16", backend=liar)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
     assert {finding.tensor for finding in verdict.findings} == {"dp2.te: layers are TransformerEngine's"}
