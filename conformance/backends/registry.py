@@ -202,10 +202,10 @@ class InProcessAdapter:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    seen = [error]
-    while (cause := seen[-1].__cause__) is not None and cause not in seen:  # an error may be its own cause
-        seen.append(cause)
-    return seen[-1]
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:  # an error may be its own cause
+        chain.append(cause)
+    return chain[-1]
 
 
 class SubprocessAdapter:

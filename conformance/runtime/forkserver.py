@@ -42,6 +42,7 @@ from conformance.core.process import (
     signal_process,
     thread_count,
 )
+from conformance.runtime.gpu_inventory import NETWORK
 from conformance.runtime.messages import Message, Wire
 
 DEVICES = Path("/dev")
@@ -128,7 +129,9 @@ class Forkserver:
                 failure = f"after {rank}, {error.strerror}"
                 break
             if pid == 0:
-                os.environ.update(message["variables"])
+                # The user, or the Python environment of the ranks, may have chosen another network.
+                chosen = NETWORK.keys() & os.environ.keys()
+                os.environ.update({name: at for name, at in message["variables"].items() if name not in chosen})
                 mark_descendants(number)
                 _make_private(*folders)
                 slot = message["slots"][rank]

@@ -139,7 +139,7 @@ def _named(entry: str, installed: Sequence[Gpu]) -> str:
 
 
 # A network adapter, or a cloud's plugin for NCCL, may be unable to reach its own host.
-_NETWORK = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
+NETWORK = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def shares_of(gpus: Sequence[str], ranks_per_gpu: int) -> Block:
@@ -172,10 +172,8 @@ def visible_to(block: Block) -> dict[str, str]:
 
 
 def network_of(block: Block) -> dict[str, str]:
-    """Returns the environment variables of ranks that share GPUs and are all on this host: NCCL's network, unless the
-    user has set it."""
-    is_shared = len(gpus_of(block)) < len(block)
-    return {name: value for name, value in _NETWORK.items() if is_shared and name not in os.environ}
+    """Returns NCCL's network for ranks that share GPUs of this host, unless they have another one (forkserver)."""
+    return NETWORK if len(gpus_of(block)) < len(block) else {}
 
 
 def slots_of(block: Block) -> tuple[Slot, ...]:

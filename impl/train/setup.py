@@ -8,9 +8,10 @@ written. Backends load every model from a folder, so all begin with the same wei
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from hashlib import sha256
-from io import SEEK_END
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,8 @@ from safetensors import safe_open
 
 from conformance.backends.protocol import Unsupported, find_backend
 from conformance.core.errors import UsageError, shown
-from conformance.core.io import read_json
+from conformance.core.host import cache_folder
+from conformance.core.io import Unwritable, read_json, write_file
 from conformance.data.documents import check_vocabulary, load_documents, samples_in_turn
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.folder_checks import CONFIG, runs_code
@@ -33,6 +35,7 @@ from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Objective
 from conformance.spec.observables import POLICY, Role, documents_together
 from conformance.spec.scenario import ADAPTER, DataConfig, Scenario, ScheduleConfig, scenario_to_json
+from impl.checkpoints.manifest import digest
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
 from impl.engine.trainer import output_rows
@@ -49,7 +52,7 @@ from impl.train.generation import Sampling, make_engine
 from impl.train.plan import parameter_shapes
 from impl.train.rewards import FunctionReward, Reward, reward_of
 
-ENDS = 2**20  # bytes of a weight file: its header, with names and shapes, and numbers
+LARGE = 2**26  # bytes of a file that takes longer to read than to look up
 
 
 def is_value_model(folder: Path) -> bool:
@@ -253,18 +256,25 @@ def settings_of(scenario: Scenario, models: Mapping[str, Path]) -> dict[str, dic
 
 
 def _contents(folder: Path) -> str:
-    """Returns a digest of the sizes and of both ends of a model's weight files, because whole files are slow to read.
+    """Returns a digest of a model's weight files. The cache keeps those of large files, which are slow to read."""
+    with ThreadPoolExecutor(4) as threads:
+        return sha256("".join(threads.map(_digest, weight_files(folder))).encode()).hexdigest()
 
-    It does not tell models apart whose embeddings and last tensors are the same.
-    """
-    found = sha256()
-    for file in weight_files(folder):
-        with file.open("rb") as opened:
-            found.update(opened.read(ENDS))
-            size = opened.seek(0, SEEK_END)
-            opened.seek(max(0, size - ENDS))
-            found.update(opened.read() + size.to_bytes(8, "big"))
-    return found.hexdigest()
+
+def _digest(file: Path) -> str:
+    """Returns the digest of a file, from the cache if the file has not changed since it was put there."""
+    about = file.stat()
+    version = f"{file.resolve()} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
+    kept = cache_folder() / "digests" / sha256(version.encode()).hexdigest()
+    if about.st_size < LARGE:
+        return digest(file)
+    if not kept.is_file():
+        found = digest(file)
+        with suppress(OSError, Unwritable):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_file(kept, found)
+        return found
+    return kept.read_text(encoding="utf-8")
 
 
 def check_same_settings(

@@ -200,21 +200,21 @@ def test_a_wrong_file_of_environments_is_told(text: str, message: str, tmp_path:
 def test_variables_of_an_environment_are_set_in_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
     asked = "import os; print(os.environ.get('NCCL_ALGO'))"
-    seen = []
+    printed = []
     for variables in ({"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": 'it\'s "Tree"'}, {}):
         made = environments.make_environment(Environment(requirements=(), variables=variables))
-        seen.append(subprocess.run([made.python, "-c", asked], check=True, capture_output=True, text=True).stdout)
-    assert seen == ["Ring\n", 'it\'s "Tree"\n', "None\n"]
+        printed.append(subprocess.run([made.python, "-c", asked], check=True, capture_output=True, text=True).stdout)
+    assert printed == ["Ring\n", 'it\'s "Tree"\n', "None\n"]
 
 
 def test_variables_that_the_suite_sets_for_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that it takes from the user may be set."""
     names = environment("cpu").keys() - os.environ.keys() | {"OMP_NUM_THREADS", "PYTHONPATH"}
     for name in names:
-        monkeypatch.setenv(name, "theirs")
-    mine = {name for name in names if environment("cpu")[name] != "theirs"}
-    assert mine >= {"OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
-    for name in mine:
+        monkeypatch.setenv(name, "users")
+    own = {name for name in names if environment("cpu")[name] != "users"}
+    assert own >= {"OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
+    for name in own:
         with pytest.raises(ValidationError, match=f"{name}.*(whole command|leave it out)"):
             Environment(requirements=(), variables={name: "1"})
     Environment(requirements=(), variables={"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring"})

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from conftest import make_cell
 from worker_group_helpers import group_config, is_dead_soon, results
 
 from conformance.backends.protocol import BackendEntry
+from conformance.core.environments import Environment, make_environment
 from conformance.core.process import signal_process
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import read_entry, read_output_json
@@ -106,6 +108,35 @@ def test_what_another_run_has_leased_is_waited_for_and_then_told(pool: Pool, tmp
     assert not list(lease_folder().glob("*.ticket"))
     lease.release()
     assert results(run(pool, "visible", tmp_path, size=2)) == ["GPU-a,GPU-b"] * 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "of_user", "expected"),
+    [({}, {}, ("Socket", "=lo")), ({"NCCL_NET": "IB"}, {"NCCL_SOCKET_IFNAME": "eth7"}, ("IB", "eth7"))],
+)
+def test_ranks_that_share_a_gpu_keep_the_network_of_their_environment(
+    variables: dict[str, str],
+    of_user: dict[str, str],
+    expected: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    for name in ("NCCL_NET", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in of_user.items():
+        monkeypatch.setenv(name, value)
+    python = make_environment(Environment(requirements=(), variables=variables)).python if variables else ""
+    with Pool(work_dir=tmp_path / "worlds", slots=Gpus(("GPU-a#0", "GPU-a#1"), work_dir=tmp_path / "worlds")) as pool:
+        found = pool.run(
+            key="test",
+            config=replace(group_config(size=2), python=python),
+            task="worker_group_tasks:network",
+            kwargs={},
+            log_dir=tmp_path,
+            budget_s=60,
+        )
+    assert [tuple(networks) for networks in results(found)] == [expected] * 2
 
 
 HOLDER = """\

@@ -362,6 +362,10 @@ def visible(context: RankContext) -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+def network(context: RankContext) -> tuple[str | None, str | None]:
+    return os.environ.get("NCCL_NET"), os.environ.get("NCCL_SOCKET_IFNAME")
+
+
 def slot(context: RankContext) -> tuple[str, str, str]:
     """The GPUs that this rank sees, which of them is its own, and the host that it says it is on."""
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NCCL_HOSTID")

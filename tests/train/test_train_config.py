@@ -22,7 +22,7 @@ from impl.models.loading import load_model
 from impl.train import worker
 from impl.train.config import TrainConfig, from_json, to_json
 from impl.train.loop import ModelSize, Speed, Stop, crosses, model_size, peak_of
-from impl.train.setup import check_same_settings, check_save_path, is_value_model, settings_of, write_critic
+from impl.train.setup import LARGE, check_same_settings, check_save_path, is_value_model, settings_of, write_critic
 
 MODELS = FIXTURES / "models"
 
@@ -230,6 +230,37 @@ def test_a_training_does_not_resume_with_another_frozen_model(tmp_path: Path, ki
     resume(before, replace(before, models={**before.models, role: copied}))
     with refused(f"trained with another {role} than the model in .*pangu"):
         resume(before, replace(before, models={**before.models, role: FIXTURES / "models" / "pangu"}))
+
+
+def test_a_frozen_model_that_differs_in_one_byte_is_another(tmp_path: Path) -> None:
+    before, copied = training(tmp_path, "dpo"), tmp_path / "moved"
+    shutil.copytree(before.models["reference"], copied)
+    weights = copied / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    with refused("trained with another reference"):
+        resume(before, replace(before, models={**before.models, "reference": copied}))
+
+
+def test_a_large_frozen_model_is_read_again_once_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    now = training(tmp_path, "dpo")
+    reference = shutil.copytree(now.models["reference"], tmp_path / "reference")
+    now = replace(now, models={**now.models, "reference": reference})
+    weights = reference / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(LARGE)
+    before = settings_of(now.scenario, now.models)
+    kept = list((tmp_path / "cache" / "digests").iterdir())
+    assert settings_of(now.scenario, now.models) == before
+    assert list((tmp_path / "cache" / "digests").iterdir()) == kept
+    modified = weights.stat()
+    with weights.open("r+b") as file:
+        file.seek(LARGE // 2)
+        file.write(b"1")
+    os.utime(weights, ns=(modified.st_atime_ns, modified.st_mtime_ns))
+    assert settings_of(now.scenario, now.models) != before
 
 
 def resume(before: TrainConfig, now: TrainConfig) -> None:

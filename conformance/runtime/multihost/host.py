@@ -261,9 +261,8 @@ class Host:
         self._send(started)
 
     def _network(self) -> dict[str, str]:
-        """Return the variables that name the network interface of ranks; NCCL's only if the user has not set it."""
-        names = {"GLOO_SOCKET_IFNAME": self._interface}
-        return names | ({} if "NCCL_SOCKET_IFNAME" in os.environ else {"NCCL_SOCKET_IFNAME": self._interface})
+        """Return the variables that name the network interface of ranks; NCCL's only if they have none (forkserver)."""
+        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self._interface)
 
     def _hear(self, local_group: _LocalGroup, rank: int) -> None:
         """Pass on all messages of a rank, because the last one may explain its death."""
