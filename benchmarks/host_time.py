@@ -28,8 +28,8 @@ from plain_deepspeed import engine_of, step_of
 from timing import WARM_UP, random_rows
 
 from conformance.spec.layout import Layout
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import ScheduleConfig
-from conformance.spec.supervised import Sft
 from impl.engine.trainer import train_step
 from impl.interface.trainable import ContextConfig, get_context
 
@@ -56,7 +56,7 @@ def main() -> None:
         print(json.dumps({"layout": str(options.layout), "median_s": timed[0], "least_s": timed[1], "calls": calls}))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # as ranks of a training do (impl/train/worker.py)
+    os._exit(0)  # as ranks of a training do (impl/train/launch.py)
 
 
 def python_calls(step: Callable[[], object]) -> int:

@@ -13,8 +13,8 @@ from timing import BATCHES, measure, parse, random_rows
 
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.layout import Layout
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from conformance.spec.supervised import Sft
 from impl.engine.trainer import train_step
 from impl.interface.trainable import ContextConfig, get_context
 

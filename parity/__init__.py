@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from conformance.backends.text import HuggingFaceText, OrderPlan, TextInfo
     from conformance.core.errors import UsageError
     from conformance.models.folder_checks import runs_code
-    from conformance.results.dataframes import Frames, load
     from conformance.spec.batch import Batch, Document, Row
     from conformance.spec.conventions import (
         AdvantageEpsilon,
@@ -85,7 +84,7 @@ if TYPE_CHECKING:
     )
     from conformance.spec.layout import Layout
     from conformance.spec.scenario import Scenario
-    from parity.api import Comparison, RunResult, diff, run
+    from parity.api import Comparison, Frames, RunResult, diff, load, run
     from parity.hf_trainer import TrainerRecord
     from parity.recorder import Recorder, record
 
@@ -160,8 +159,7 @@ __all__ = [
 _NAMES = {
     "parity.recorder": ("record", "Recorder"),
     "parity.hf_trainer": ("TrainerRecord",),
-    "parity.api": ("diff", "Comparison", "run", "RunResult"),
-    "conformance.results.dataframes": ("load", "Frames"),
+    "parity.api": ("diff", "Comparison", "run", "RunResult", "load", "Frames"),
     "conformance.core.errors": ("UsageError",),
     "conformance.backends.protocol": (
         *("Backend", "BackendInfo", "Support", "Supported", "Unsupported", "StepMetrics", "Shard", "TensorKind"),

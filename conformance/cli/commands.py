@@ -285,7 +285,7 @@ COMMANDS: Mapping[str, Declared] = {
         ("matrix", "environments", "run cells in several Python environments: a site of cells by environment", _matrix),
         ("blame", "environments", "name the release of a package that changed the verdict of a cell", _blame),
         ("engine", "engine", "judge rollout engines: log-probs, sampling, and the weights that they take", _engine),
-        ("text", "text", "judge the path from text to tokens: chat template, mask, packing, order of samples", _text),
+        ("text", "engine", "judge the path from text to tokens: chat template, mask, packing, order of samples", _text),
         ("doctor", "doctor", "check this machine and the installed packages", _doctor),
         ("history", "report", "keep summaries of runs in a folder, and show the trend of each backend", _history),
     )

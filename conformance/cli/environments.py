@@ -24,9 +24,8 @@ from conformance.cli import EXIT
 from conformance.cli.commands import COMMANDS
 from conformance.cli.run import output_folder, run_options
 from conformance.core.environments import Environment, Made, Unmade, make_environment, read_environments, releases
-from conformance.core.errors import UsageError, did_you_mean
+from conformance.core.errors import Parser, UsageError, did_you_mean
 from conformance.core.packages import canonical, load_command, package_version
-from conformance.core.parser import Parser
 from conformance.core.process import Stopped, signal_group, stop_code
 from conformance.matrix.options import AtOnce, Kept, Options, Ranks, Selection
 from conformance.records.record_format import dumps

@@ -19,9 +19,8 @@ import conformance
 from conformance.cli import EXIT
 from conformance.cli.commands import command_names, find_command
 from conformance.core import packages
-from conformance.core.errors import UsageError, limited, shown
+from conformance.core.errors import Parser, UsageError, limited, shown
 from conformance.core.io import Unwritable, visible_output
-from conformance.core.parser import Parser
 from conformance.core.process import stop_code
 from conformance.core.timeline import process_start
 

@@ -23,8 +23,7 @@ from conformance.backends.registry import import_adapters
 from conformance.bisect.explain import describe
 from conformance.bisect.run import any_differs, bisect_cell, bisect_run
 from conformance.cli import EXIT
-from conformance.cli.report import finish
-from conformance.cli.terminal import Terminal
+from conformance.cli.report import Terminal, finish
 from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable, is_unused, owned, write_file
 from conformance.core.process import Stop, seconds_of_tree, stop_code

@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,18 +22,23 @@ from conformance.data.samples import (
     ROLLOUT_COLUMNS,
     STEPWISE_COLUMNS,
     Place,
+    check_text,
     check_unmasked,
+    has_column,
     has_targets,
     is_builtin,
     labelled_tokens,
     masks_of,
+    names_of,
+    number_of,
     read_dataset,
+    text_of,
+    value_of,
 )
 from conformance.spec.batch import Columns
-from conformance.spec.preferences import LABEL, MARGIN
+from conformance.spec.offline import LABEL, MARGIN
 from conformance.spec.scenario import DataConfig
 
-LONGEST_TEXT = 2**20  # characters; longer texts are mistakes
 # The column of the input and of the output, in the order in which they are looked for; a dot leads into a mapping.
 PAIRS = (
     ("question", "answer"),
@@ -185,17 +189,17 @@ def read_preferences(config: DataConfig) -> list[tuple[Sample, Sample]]:
     """
     records = read_dataset(resolve(config.path), most=config.max_samples, split=config.split)
     place, first = records[0]
-    if missing := [key for key in PREFERENCE_COLUMNS if not _has(first, key)]:
+    if missing := [key for key in PREFERENCE_COLUMNS if not has_column(first, key)]:
         raise UsageError(
-            f"{place}: no column {missing[0]!r}; found {_names(first)}; preferences have 'prompt', 'chosen' and "
+            f"{place}: no column {missing[0]!r}; found {names_of(first)}; preferences have 'prompt', 'chosen' and "
             f"'rejected'; give such a file to --data (data.path), or use a scenario of objective 'sft'"
         )
     names = dict.fromkeys((config.input_key, *(asked for asked, _ in PAIRS)))
-    prompt = [key for key in names if _has(first, key)][:1]
+    prompt = [key for key in names if has_column(first, key)][:1]
     if not is_builtin(resolve(config.path)):
         used = (*prompt, *PREFERENCE_COLUMNS, MARGIN)
         _name_unused([record for _, record in records], used, config.path, lambda column: column in used)
-    numbers = (MARGIN,) if any(_has(record, MARGIN) for _, record in records) else ()
+    numbers = (MARGIN,) if any(has_column(record, MARGIN) for _, record in records) else ()
     return [_preference(record, prompt, numbers, place) for place, record in records]
 
 
@@ -207,9 +211,9 @@ def read_labelled(config: DataConfig) -> list[Sample]:
     path = resolve(config.path)
     records = read_dataset(path, most=config.max_samples, split=config.split)
     place, first = records[0]
-    if not _has(first, LABEL):
+    if not has_column(first, LABEL):
         raise UsageError(
-            f"{place}: no column {LABEL!r}; found {_names(first)}; labelled answers have 'prompt', 'completion' and "
+            f"{place}: no column {LABEL!r}; found {names_of(first)}; labelled answers have 'prompt', 'completion' and "
             f"{LABEL!r}; give such a file to --data (data.path), or use a scenario of objective 'sft'"
         )
     columns = _columns(first, config, place)
@@ -234,9 +238,9 @@ def read_steps(config: DataConfig) -> list[Sample]:
 
 
 def _stepwise(record: Mapping[str, Any], place: Place) -> Sample:
-    if missing := [key for key in STEPWISE_COLUMNS if not _has(record, key)]:
+    if missing := [key for key in STEPWISE_COLUMNS if not has_column(record, key)]:
         raise UsageError(
-            f"{place}: no column {missing[0]!r}; found {_names(record)}; labelled steps have 'prompt', 'completions' "
+            f"{place}: no column {missing[0]!r}; found {names_of(record)}; labelled steps have 'prompt', 'completions' "
             f"and 'labels'; give such a file to --data (data.path), or use a scenario of objective 'sft'"
         )
     prompt, steps, labels = (record[key] for key in STEPWISE_COLUMNS)
@@ -250,14 +254,14 @@ def _stepwise(record: Mapping[str, Any], place: Place) -> Sample:
             f"{place}: each of 'labels' must be 1 (true) for a right step, 0 (false) for a wrong one, or a number "
             f"between, got {shown(wrong[0])}; correct or remove the sample"
         )
-    texts = tuple(_text(step, "completions", place) for step in steps)
+    texts = tuple(text_of(step, "completions", place) for step in steps)
     answered = {"prompt": prompt, "completion": "\n".join(texts)}
     sample = _sample(answered, ("prompt", "completion"), place)
     return replace(sample, steps=texts, labels=tuple(map(float, labels)), record=record)
 
 
 def _labelled(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> Sample:
-    sample, label = _sample(record, columns, place), _value(record, LABEL, place)
+    sample, label = _sample(record, columns, place), value_of(record, LABEL, place)
     if label not in (0, 1):
         raise UsageError(
             f"{place}: {LABEL!r} must be 1 (true) for a desired answer or 0 (false), got {shown(label)}; correct or "
@@ -281,7 +285,7 @@ def _preference(
         )
     pairs = enumerate(zip(chosen.messages, rejected.messages, strict=False))
     alike = next((at for at, (one, other) in pairs if one != other), 0)
-    columns = {name: _number(record, name, place) for name in numbers}
+    columns = {name: number_of(record, name, place) for name in numbers}
     both = [replace(one, first=max(one.first, alike), columns=columns, record=record) for one in (chosen, rejected)]
     if not all(one.trained for one in both) or alike == 0:
         raise UsageError(
@@ -295,21 +299,21 @@ def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tup
     """Returns the columns of the input and the output, or the one of a conversation. Raises UsageError."""
     asked = config.input_key, config.output_key
     if asked != PAIRS[0]:
-        if missing := [key for key in asked if not _has(record, key)]:
+        if missing := [key for key in asked if not has_column(record, key)]:
             raise UsageError(
-                f"{place}: no column {missing[0]!r}; found {_names(record)}; name the columns with --input-key and "
+                f"{place}: no column {missing[0]!r}; found {names_of(record)}; name the columns with --input-key and "
                 f"--output-key (data.input_key, data.output_key)"
             )
         return (asked[0],) if asked[0] == asked[1] else asked
-    if _has(record, TOKENS) and has_targets(record):  # what a framework trained on, perhaps beside its texts
+    if has_column(record, TOKENS) and has_targets(record):  # what a framework trained on, perhaps beside its texts
         return (TOKENS,)
-    if all(_has(record, key) for key in asked):  # the user may have named them
+    if all(has_column(record, key) for key in asked):  # the user may have named them
         return asked
     for key in (*CONVERSATIONS, TOKENS):
-        if _has(record, key):
+        if has_column(record, key):
             return (key,)
     for keys in PAIRS[1:]:
-        if all(_has(record, key) for key in keys):
+        if all(has_column(record, key) for key in keys):
             return keys
     if record.keys() >= ROLLOUT_COLUMNS:
         raise UsageError(
@@ -322,7 +326,7 @@ def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tup
         advice = "these are prompts for rollouts without an answer to train on; name one with --output-key"
     else:
         advice = "name the columns with --input-key and --output-key (data.input_key, data.output_key)"
-    raise UsageError(f"{place}: no columns of questions and answers; found {_names(record)}; {advice}")
+    raise UsageError(f"{place}: no columns of questions and answers; found {names_of(record)}; {advice}")
 
 
 def _name_unused(
@@ -344,21 +348,21 @@ def _warn_once(message: str) -> None:
 
 
 def _sample(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> Sample:
-    values = [_value(record, column, place) for column in columns]
+    values = [value_of(record, column, place) for column in columns]
     if columns == (TOKENS,):
         return _tokenized(record, values[0], place)
     check_unmasked(record, place)
     tools = tuple(_tools(record.get("tools"), place))
     if len(values) == 2 and not any(isinstance(value, list) for value in values):
-        question, answer = (_text(value, key, place) for value, key in zip(values, columns, strict=True))
+        question, answer = (text_of(value, key, place) for value, key in zip(values, columns, strict=True))
         if columns[0] == "instruction" and "input" not in columns and record.get("input") not in (None, ""):
-            question += ALPACA_INPUT + _text(record["input"], "input", place)
+            question += ALPACA_INPUT + text_of(record["input"], "input", place)
         return _with_system(record, replace(pair(question, answer), tools=tools, is_pair=not tools), place)
     if len(values) == 1 and isinstance(values[0], str):
         raise UsageError(f"{place}: {columns[0]!r} must be a list of messages, got the text {shown(values[0])}")
     *before, last = [_turns(value, key, place) for value, key in zip(values, columns, strict=True)]
     if len(values) == 2 and isinstance(values[1], str):
-        last = [{"role": "assistant", "content": _text(values[1], columns[1], place)}]
+        last = [{"role": "assistant", "content": text_of(values[1], columns[1], place)}]
     if before and last[0]["role"] != "assistant":  # TRL's implicit prompt: the output repeats the input
         before = []
     messages = [*(before[0] if before else []), *last]
@@ -379,7 +383,7 @@ def _sample(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> 
 def _with_system(record: Mapping[str, Any], sample: Sample, place: Place) -> Sample:
     """Puts a column of SYSTEM in front of the conversation. Raises UsageError if there is another system turn."""
     given = {name: record[name] for name in SYSTEM if record.get(name) not in (None, "")}
-    texts = {_text(text, name, place) for name, text in given.items()}
+    texts = {text_of(text, name, place) for name, text in given.items()}
     texts |= {turn["content"] for turn in sample.messages[:1] if turn["role"] == "system"}
     if len(texts) > 1:
         raise UsageError(
@@ -405,7 +409,7 @@ def _tokenized(record: Mapping[str, Any], tokens: Any, place: Place) -> Sample:
 def _turns(value: Any, key: str, place: Place) -> list[Message]:
     """Returns the turns of a conversation with the roles of chat templates. Raises UsageError."""
     if isinstance(value, str):
-        return [{"role": "user", "content": _text(value, key, place)}]
+        return [{"role": "user", "content": text_of(value, key, place)}]
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
         raise UsageError(
             f"{place}: {key!r} must be a text, or a list of messages with 'role' and 'content', got {shown(value)}"
@@ -421,7 +425,7 @@ def _turns(value: Any, key: str, place: Place) -> list[Message]:
             raise UsageError(f"{where}: the role must be one of {', '.join(_KNOWN_ROLES)}, got {shown(role)}")
         if kept.get("content") is None and not kept.get("tool_calls"):
             raise UsageError(f"{where}: there is neither 'content' nor 'tool_calls'; correct or remove the sample")
-        content = _check_text(_joined(kept.get("content", "")), "content", where)
+        content = check_text(_joined(kept.get("content", "")), "content", where)
         for name in _SWITCHES:
             if role == "assistant" and kept.get(name) not in (None, 0, 1):
                 raise UsageError(f"{where}: {name!r} must be 0 or 1 (false or true), got {shown(kept[name])}")
@@ -445,56 +449,8 @@ def _tools(value: Any, place: Place) -> list[Any]:
     return value
 
 
-def _text(value: Any, key: str, place: Place) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"{place}: {key!r} must be a non-empty text, got {shown(value)}; correct or remove the sample")
-    return _check_text(value, key, place)
-
-
 def _joined(content: Any) -> Any:
     """Joins a content of several parts, if all of them are texts."""
     parts = content if isinstance(content, list) else []
     texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     return "".join(texts) if parts and len(texts) == len(parts) else content
-
-
-def _check_text(text: Any, key: str, place: Place) -> str:
-    if not isinstance(text, str):
-        raise UsageError(f"{place}: {key!r} must be a text, or a list of parts of the type 'text', got {shown(text)}")
-    if len(text) > LONGEST_TEXT:
-        raise UsageError(f"{place}: {key!r} has {len(text)} characters, but at most {LONGEST_TEXT} are allowed; cut it")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(text[error.start]):04X}"
-        raise UsageError(
-            f"{place}: {key!r} holds {half}, half of a surrogate pair; correct or remove the sample"
-        ) from None
-    return text
-
-
-def _number(record: Mapping[str, Any], key: str, place: Place) -> float:
-    if not _has(record, key):
-        raise UsageError(f"{place}: no column {key!r}, which other samples have; give all samples one, or none")
-    number = _value(record, key, place)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= sys.float_info.max:
-        raise UsageError(f"{place}: {key!r} must be a finite number, got {shown(number)}; correct or remove the sample")
-    return float(number)
-
-
-def _has(record: Mapping[str, Any], key: str) -> bool:
-    """Tells whether a record has a column; ``a.b`` is the entry ``b`` of the column ``a``."""
-    name, _, rest = key.partition(".")
-    return name in record and (not rest or (isinstance(record[name], dict) and _has(record[name], rest)))
-
-
-def _value(record: Mapping[str, Any], key: str, place: Place) -> Any:
-    if not _has(record, key):
-        raise UsageError(f"{place}: no column {key!r}, which the first sample has; found {_names(record)}")
-    name, _, rest = key.partition(".")
-    value = record[name]
-    return _value(value, rest, place) if rest else value
-
-
-def _names(record: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, record)) or "none"

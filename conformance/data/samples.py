@@ -12,6 +12,7 @@ import contextlib
 import gzip
 import io
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -24,6 +25,7 @@ from conformance.core.io import MIB, check_file, not_utf8, parse_json, read_json
 from conformance.spec.observables import Reads
 
 LARGEST = 512 * MIB  # bytes of a file that is read as a whole
+LONGEST_TEXT = 2**20  # characters; longer texts are mistakes
 LONGEST_LINE = 8 * MIB  # bytes; JSON may need six bytes for one character
 
 ROLLOUT_COLUMNS = frozenset({"prompt_ids", "completion_ids"})
@@ -278,3 +280,51 @@ def labelled_tokens(record: Mapping[str, Any], place: Place, tokens: Sequence[in
                 f"{IGNORED}; labels are not shifted"
             )
     return tuple(one and label != IGNORED for one, label in zip(trained, labels, strict=True))
+
+
+def text_of(value: Any, key: str, place: Place) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f"{place}: {key!r} must be a non-empty text, got {shown(value)}; correct or remove the sample")
+    return check_text(value, key, place)
+
+
+def check_text(text: Any, key: str, place: Place) -> str:
+    if not isinstance(text, str):
+        raise UsageError(f"{place}: {key!r} must be a text, or a list of parts of the type 'text', got {shown(text)}")
+    if len(text) > LONGEST_TEXT:
+        raise UsageError(f"{place}: {key!r} has {len(text)} characters, but at most {LONGEST_TEXT} are allowed; cut it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise UsageError(
+            f"{place}: {key!r} holds {half}, half of a surrogate pair; correct or remove the sample"
+        ) from None
+    return text
+
+
+def number_of(record: Mapping[str, Any], key: str, place: Place) -> float:
+    if not has_column(record, key):
+        raise UsageError(f"{place}: no column {key!r}, which other samples have; give all samples one, or none")
+    number = value_of(record, key, place)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= sys.float_info.max:
+        raise UsageError(f"{place}: {key!r} must be a finite number, got {shown(number)}; correct or remove the sample")
+    return float(number)
+
+
+def has_column(record: Mapping[str, Any], key: str) -> bool:
+    """Tells whether a record has a column; ``a.b`` is the entry ``b`` of the column ``a``."""
+    name, _, rest = key.partition(".")
+    return name in record and (not rest or (isinstance(record[name], dict) and has_column(record[name], rest)))
+
+
+def value_of(record: Mapping[str, Any], key: str, place: Place) -> Any:
+    if not has_column(record, key):
+        raise UsageError(f"{place}: no column {key!r}, which the first sample has; found {names_of(record)}")
+    name, _, rest = key.partition(".")
+    value = record[name]
+    return value_of(value, rest, place) if rest else value
+
+
+def names_of(record: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, record)) or "none"

@@ -30,7 +30,7 @@ from conformance.data.forms import Sample
 from conformance.data.samples import is_builtin
 from conformance.models.folder_checks import CONFIG, Files, files_of, runs_code
 from conformance.spec.batch import IMAGE, Column, Document
-from conformance.spec.preferences import LABEL
+from conformance.spec.offline import LABEL
 from conformance.spec.scenario import DataConfig
 
 Encoded = tuple[tuple[int, ...], tuple[bool, ...]]  # the tokens, and whether each is a target

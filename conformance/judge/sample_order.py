@@ -13,7 +13,7 @@ from itertools import chain
 from conformance.backends.engines import NotSupported
 from conformance.backends.text import OrderPlan, Packing, ServedPipeline, TextFailed
 from conformance.judge.text import TextCheck
-from conformance.oracle.packing import RULES
+from conformance.oracle.chat import RULES
 
 STRIDE, CAPACITY, PADDING = 100, 16, -1
 LENGTHS = (7, 3, 9, 4, 12, 5, 3, 8, 16, 2, 6)

@@ -1,7 +1,7 @@
 """Reads the values of a Hugging Face ``config.json`` in their types, and rejects keys that were not read.
 
 No key that changes the mathematics is ever ignored. A key that the family does not read is judged by its meaning
-(conformance.models.config_keys), so a new feature stops the oracle instead of silently making it wrong.
+(conformance.models.folder_checks), so a new feature stops the oracle instead of silently making it wrong.
 
 Rotary positions are read in every spelling of transformers. transformers 5 writes ``rope_parameters``, flat or nested
 per kind of layer; before, there were ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` at the top level.
@@ -14,7 +14,7 @@ from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.models.components import Linear, Llama3, Rotary, Yarn
-from conformance.models.config_keys import QUANTIZED_ADVICE, meaning_of
+from conformance.models.folder_checks import QUANTIZED_ADVICE, meaning_of
 
 NULLABLE = ("pad_token_id", "q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 # Real models are far below these. A larger number is a mistake in the file, and would exhaust the memory.

@@ -1,9 +1,13 @@
-"""Renders chat templates and labels each character of what they render, without transformers.
+"""Renders chat templates and labels each character of what they render, without transformers, and packs documents.
 
 A chat template is rendered by jinja with the settings that transformers documents. The label of a character says which
 message it belongs to and what it is for that message: its ``header``, ``scaffold``, ``content``, ``end`` or ``space``.
 The content of a message is found by exchanging it: what changes in the rendered text is the content. This is another
 way than that of conformance.data.tokenizer, which compares renderings of growing conversations.
+
+Packing follows the rules that libraries name. Each function takes lengths and the capacity of a row, and returns the
+documents of each row by their numbers. None of them cuts a document; ``wrapped`` rows, which do, are the stream of all
+tokens in pieces of the capacity.
 """
 
 import json
@@ -197,3 +201,48 @@ def _compiled(source: str) -> Any:
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
     return environment.from_string(source)
+
+
+Rows = list[list[int]]
+
+
+def in_order(lengths: Sequence[int], capacity: int) -> Rows:
+    """Fills a row with the next documents, and begins another row with the first one that does not fit."""
+    rows: Rows = []
+    for number, length in enumerate(lengths):
+        if not rows or sum(lengths[i] for i in rows[-1]) + length > capacity:
+            rows.append([])
+        rows[-1].append(number)
+    return rows
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> Rows:
+    """Puts the longest document first, each into the row with the least room that suffices (best fit decreasing)."""
+    rows: Rows = []
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        room = [capacity - sum(lengths[i] for i in row) for row in rows]
+        fitting = [i for i in range(len(rows)) if room[i] >= lengths[number]]
+        if fitting:
+            rows[min(fitting, key=lambda i: room[i])].append(number)
+        else:
+            rows.append([number])
+    return rows
+
+
+def knapsack(lengths: Sequence[int], capacity: int) -> Rows:
+    """Fills one row after another, always with the longest of the documents left that fits."""
+    left, rows = sorted(range(len(lengths)), key=lambda i: lengths[i]), []
+    while left:
+        row: list[int] = []
+        while fitting := [i for i in left if sum(lengths[j] for j in row) + lengths[i] <= capacity]:
+            row.append(fitting[-1])
+            left.remove(fitting[-1])
+        rows.append(row)
+    return rows
+
+
+RULES: dict[str, Callable[[Sequence[int], int], Rows]] = {
+    "in order": in_order,
+    "best fit": best_fit,
+    "knapsack": knapsack,
+}

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conformance.oracle.distillation import DistillationFunctions
 from conformance.oracle.loss_terms import (
     Earlier,
     OracleFunctions,
@@ -21,12 +20,13 @@ from conformance.oracle.loss_terms import (
 )
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions, ResponseFunctions
 from conformance.oracle.preferences import FUNCTIONS as PREFERENCES
+from conformance.oracle.preferences import DistillationFunctions
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective, known_kinds
 from conformance.spec.observables import terms_of
-from conformance.spec.supervised import MultiToken as MultiTokenObjective
-from conformance.spec.supervised import mtp_count, mtp_logprob
+from conformance.spec.offline import MultiToken as MultiTokenObjective
+from conformance.spec.offline import mtp_count, mtp_logprob
 
 __all__ = ["FUNCTIONS", "Term", "functions_of", "rollout_functions_of", "target_logprobs", "target_positions"]
 

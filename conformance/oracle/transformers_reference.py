@@ -22,8 +22,15 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import read_json
-from conformance.models.config_keys import QUANTIZED_ADVICE, changes_training, known_keys, meaning_of
-from conformance.models.folder_checks import code_remarks, listed_ties, runs_code
+from conformance.models.folder_checks import (
+    QUANTIZED_ADVICE,
+    changes_training,
+    code_remarks,
+    known_keys,
+    listed_ties,
+    meaning_of,
+    runs_code,
+)
 from conformance.models.folders import weight_files, weight_shapes
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.feed_forward import Routing

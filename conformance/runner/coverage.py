@@ -23,9 +23,8 @@ from conformance.data.prepare import batches_of
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
 from conformance.models.components import Layer, MixtureOfExperts
-from conformance.models.config_keys import declared_by_class
 from conformance.models.families import is_written, numbers_read, read_architecture
-from conformance.models.folder_checks import CONFIG
+from conformance.models.folder_checks import CONFIG, declared_by_class
 from conformance.oracle.role_model import Decoder, decoder_of
 from conformance.spec.batch import Batch, Row
 from conformance.spec.scenario import Scenario

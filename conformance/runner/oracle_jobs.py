@@ -65,11 +65,11 @@ Defects = tuple[Defect, ...]
 # Files outside of the oracle's package that determine numbers and names in its records.
 COMPUTED_WITH = (
     *("core/io.py", "models/components.py", "models/declarations.py", "models/families.py", "models/folder_checks.py"),
-    *("models/config_keys.py", "models/folders.py", "models/hf_config.py"),
+    *("models/folders.py", "models/hf_config.py"),
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
     *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
-    *("spec/observables.py", "spec/precision.py", "spec/preferences.py", "spec/scenario.py", "spec/supervised.py"),
+    *("spec/observables.py", "spec/offline.py", "spec/precision.py", "spec/scenario.py"),
 )
 PRELOAD = ("conformance.oracle.worker", "transformers")  # which reads the configuration
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first

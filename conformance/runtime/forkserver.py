@@ -42,7 +42,6 @@ from conformance.core.process import (
     signal_process,
     thread_count,
 )
-from conformance.runtime.gpu_inventory import NETWORK
 from conformance.runtime.messages import Message, Wire
 
 DEVICES = Path("/dev")
@@ -50,6 +49,8 @@ CUDA_DEVICE = DEVICES / "nvidia-uvm"  # the driver opens it when CUDA is initial
 TERM_GRACE_S = 0.5  # for a SIGTERM handler of the task
 KILL_LIMIT_S = 5.0  # a process that is not dead by then hangs in the kernel: in a driver or a network file system
 _TICK_S = 0.002
+# Of ranks that share GPUs: a network adapter, or a cloud's plugin for NCCL, may be unable to reach its own host.
+NETWORK = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.core.errors import UsageError, shown
+from conformance.runtime.forkserver import NETWORK
 from conformance.runtime.slots import Block, Slot
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -136,10 +137,6 @@ def _named(entry: str, installed: Sequence[Gpu]) -> str:
         problem = f"{len(found)} GPUs" if found else f"not a GPU of this host, which has {count}"
         raise UsageError(f"{VISIBLE}: {shown(entry)} is {problem}; name GPUs by number or UUID (nvidia-smi -L)")
     return found[0]
-
-
-# A network adapter, or a cloud's plugin for NCCL, may be unable to reach its own host.
-NETWORK = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def shares_of(gpus: Sequence[str], ranks_per_gpu: int) -> Block:

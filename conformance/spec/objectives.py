@@ -1,6 +1,6 @@
 """Configures what a training step minimises: SFT, GRPO and PPO, with the names and the defaults of verl.
 
-Losses of preferences are in conformance.spec.preferences.
+Losses of preferences are in conformance.spec.offline.
 
 A rollout is frozen: prompts, responses, rewards and the log-probs of the inference engine that sampled the responses
 come from a file. Everything else is computed twice, independently (impl/objectives and conformance/oracle), in the
@@ -53,8 +53,7 @@ from conformance.spec.observables import (
     terms_of,
     trained_observables,
 )
-from conformance.spec.preferences import PREFERENCES
-from conformance.spec.supervised import SUPERVISED
+from conformance.spec.offline import PREFERENCES, SUPERVISED
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 # Each is a function in the LOSS_MODES of the oracle and in those of impl.

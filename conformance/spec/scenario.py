@@ -34,9 +34,9 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain, shown
 from conformance.core.io import read_toml
 from conformance.spec.objectives import Objective, objective_to_json, parse_objective
-from conformance.spec.observables import POLICY, Role, documents_together
+from conformance.spec.observables import MULTI_TOKEN, POLICY, Role, documents_together
+from conformance.spec.offline import Sft
 from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
-from conformance.spec.supervised import Sft
 
 NAME = "[a-z0-9][a-z0-9-]*"  # of a scenario
 TooLong = Literal["truncate", "drop", "error"]
@@ -273,7 +273,8 @@ class Scenario:
                 f"into memory; use fewer steps or rows"
             )
         if self.lora and POLICY not in self.objective.roles:
-            raise ValueError(f"lora adapts a policy, and {self.objective.kind!r} trains none; leave out [lora]")
+            trained = "modules without adapters" if MULTI_TOKEN in self.objective.roles else "none"
+            raise ValueError(f"lora adapts a policy, and {self.objective.kind!r} trains {trained}; leave out [lora]")
         if self.data.rows % (parts := self.accumulation * self.rows_together):
             pairs = " pairs of rows" if self.rows_together > 1 else ""
             raise ValueError(

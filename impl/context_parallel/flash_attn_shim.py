@@ -19,7 +19,7 @@ import transformers.modeling_flash_attention_utils
 from torch import Tensor
 
 from impl.context_parallel import reference_kernel
-from impl.context_parallel.support import INSTALL, available
+from impl.context_parallel.sequence_sharding import INSTALL, available
 
 Forward = tuple[Tensor, Tensor, None, Tensor | None]
 HEAD_SIZES = 8  # the kernels of flash-attn and of PyTorch need a multiple of it as head size

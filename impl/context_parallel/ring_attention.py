@@ -250,7 +250,7 @@ class Ring:
 def _function(config: RingConfig) -> tuple[type[torch.autograd.Function], bool]:
     """Returns the autograd function, and whether it takes documents laid end to end."""
     from impl.context_parallel import ring_functions  # needs ring_flash_attn, an optional dependency
-    from impl.context_parallel.torch_context_parallel import ContextParallelAttention
+    from impl.context_parallel.ring_functions import ContextParallelAttention
 
     match config.kind, config.packed:
         case "llama3", _:

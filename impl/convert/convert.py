@@ -2,7 +2,8 @@
 
 The files in a folder tell the format; no tensor is loaded for that. Folders of safetensors are formats, too: a Hugging
 Face model, and the training state that all backends read. One process converts one file of tensors at a time.
-Names and shapes are checked before anything is written. The new folder exists only when it is complete.
+Names and shapes are checked before anything is written. The new folder exists only when it is complete. A checkpoint
+of a form that is not read is refused with the command of its framework that makes one that is read.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from impl.checkpoints import training_state
 from impl.checkpoints.manifest import verify_part
 from impl.checkpoints.safe_pickle import METADATA, check_sums
 from impl.checkpoints.training_state import WRITTEN, Checkpoint, StoredTensor
-from impl.convert import deepspeed, foreign, megatron, torch_distributed, torchtitan
+from impl.convert import deepspeed, megatron, torch_distributed
 from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, TensorWriter, replacing_folder
 from impl.models.export import write_folder
 
@@ -130,12 +131,12 @@ def find_format(folder: Path) -> Format:
     """Returns the format of a checkpoint. Raises UsageError for unknown formats."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give the folder of a checkpoint")
-    foreign.refuse(folder)
+    refuse(folder)
     for known in FORMATS:
         if known.is_in(folder):
-            foreign.check_files(folder)
+            check_files(folder)
             return known
-    forms = (*FORMATS, *foreign.FOREIGN)
+    forms = (*FORMATS, *FOREIGN)
     below = [
         path
         for pattern in ("*", "*/*")
@@ -224,8 +225,8 @@ def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Check
         yield named
         return
     found = open_as(kind, source)
-    if found.format.endswith(torchtitan.FORM):
-        found = torchtitan.named(found, source, model)
+    if found.format.endswith(torch_distributed.TORCHTITAN):
+        found = torch_distributed.as_hugging_face(found, source, model)
     if found.read is not None:
         yield found
         return
@@ -310,3 +311,120 @@ def _write_state(target: Path, found: Checkpoint, report: Progress) -> None:
                     # named_tensors yields steps as float64 scalars.
                     writer.add(name, tensor.double().reshape(()) if kind == "step" else tensor)
         training_state.write_contents(folder, kinds=kinds, progress=found.progress, has_manifest=False)
+
+
+WEIGHTS = "model*.safetensors"
+LFS = b"version https://git-lfs.github.com/spec/"
+_SUFFIXES = (".pt", ".distcp", ".safetensors", ".json")  # of files in all forms; a folder of such a name is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignForm:
+    """Describes a form by its files. patterns: each matches a file of it; absent: matches no file of it.
+
+    advice: what to run first; ``{folder}`` is the checkpoint.
+    """
+
+    name: str
+    patterns: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+    advice: str
+
+    def is_in(self, folder: Path) -> bool:
+        return all(any(folder.glob(p)) for p in self.patterns) and not any(any(folder.glob(p)) for p in self.absent)
+
+
+FOREIGN = (
+    ForeignForm(
+        name="verl, FSDP",
+        patterns=("model_world_size_*_rank_*.pt",),
+        advice="python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir NEW",
+    ),
+    ForeignForm(
+        name="verl, Megatron",
+        patterns=("dist_ckpt", "huggingface"),
+        advice="python -m verl.model_merger merge --backend megatron --local_dir {folder} --target_dir NEW",
+    ),
+    ForeignForm(
+        name="Megatron-LM, legacy",
+        patterns=("mp_rank_*/model_optim_rng.pt",),
+        advice="Megatron-LM's training script with --load {folder}/.. --ckpt-convert-format torch_dist "
+        "--ckpt-convert-save NEW",
+    ),
+    ForeignForm(
+        name="PEFT adapter",
+        patterns=("adapter_config.json",),
+        absent=(WEIGHTS,),
+        advice="AutoPeftModelForCausalLM.from_pretrained('{folder}').merge_and_unload().save_pretrained('NEW')",
+    ),
+    ForeignForm(
+        name="Meta's consolidated files",
+        patterns=("params.json", "consolidated*.pth"),
+        absent=(WEIGHTS,),
+        advice="python src/transformers/models/llama/convert_llama_weights_to_hf.py --input_dir {folder} --num_shards "
+        "N --llama_version VERSION --output_dir NEW, in transformers' repository",
+    ),
+    ForeignForm(
+        name="Mistral's consolidated files",
+        patterns=("params.json", "consolidated*.safetensors"),
+        absent=(WEIGHTS,),
+        advice="python src/transformers/models/mistral/convert_mistral_weights_to_hf.py {folder} NEW, in transformers' "
+        "repository",
+    ),
+    ForeignForm(
+        name="PyTorch Lightning",
+        patterns=("*.ckpt",),
+        absent=(CONFIG,),
+        advice="load the .ckpt file with load_from_checkpoint of its LightningModule, then save_pretrained('NEW') of "
+        "the model in it",
+    ),
+    ForeignForm(
+        name="Hugging Face folder with pickled weights",
+        patterns=(CONFIG, "pytorch_model*.bin"),
+        absent=(WEIGHTS,),
+        advice="AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained('NEW')",
+    ),
+    ForeignForm(
+        name="accelerate's save_state",
+        patterns=("random_states_*.pkl", WEIGHTS),
+        absent=(CONFIG,),
+        advice="load_state('{folder}') in the script that saved it, then save_pretrained('NEW') of the unwrapped model",
+    ),
+)
+
+
+def refuse(folder: Path) -> None:
+    """Raises UsageError, with the advice, for a checkpoint of a foreign form."""
+    for form in FOREIGN:
+        if form.is_in(folder):
+            raise UsageError(
+                f"{folder} is a checkpoint of another form ({form.name}), which is not read; run first: "
+                f"{form.advice.format(folder=folder)}"
+            )
+
+
+def check_files(folder: Path) -> None:
+    """Raises UsageError for what is no file in a checkpoint, and for pointers of Git LFS."""
+    for path in _paths(folder):
+        try:
+            if not path.is_file():
+                raise UsageError(
+                    f"{path} is a folder, a pipe, a device or a broken link, but a checkpoint has a file there"
+                )
+            with path.open("rb") as file:
+                start = file.read(len(LFS))
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        if start == LFS:
+            raise UsageError(
+                f"{path} is a Git LFS pointer, not the file itself; run first: git lfs pull, in the clone of {folder}"
+            )
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    """Yields all paths below that should be files; the files of a folder of the Hugging Face cache are links."""
+    for path in sorted(folder.iterdir()):
+        if not path.is_dir() or path.suffix in _SUFFIXES:
+            yield path
+        elif not path.is_symlink():
+            yield from _paths(path)

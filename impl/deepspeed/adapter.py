@@ -14,7 +14,7 @@ from conformance.spec.known_defects import DividedGradients, ExpectedDifference,
 from conformance.spec.layout import Layout
 from conformance.spec.precision import BF16, F16, F32, HALF_PRECISIONS
 from conformance.spec.scenario import Scenario
-from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
+from impl.context_parallel.sequence_sharding import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
 from impl.deepspeed.config import states_of, zero_stage
 from impl.engine.adapter import HUGGING_FACE_SEAMS, SCHEDULES, SHARED_SEAMS, ReferenceBackend, seams_of_model

@@ -27,7 +27,7 @@ from deepspeed.checkpoint import ds_to_universal
 from conformance.core.errors import UsageError
 from conformance.core.io import read_json
 from impl.deepspeed.checkpoint_layout import Cut, check, fits, frozen_parts, how_cut
-from impl.deepspeed.partition import ReadRegion
+from impl.deepspeed.tensors import ReadRegion
 from impl.interface.distributed import agree, on_first
 from impl.interface.trainable import Writing
 

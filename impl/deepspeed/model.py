@@ -35,15 +35,15 @@ from impl.deepspeed.config import (
     training_settings,
     zero_stage,
 )
-from impl.deepspeed.partition import RankPlace, cut_count
-from impl.deepspeed.tensors import EngineTensors, FrozenTensors
-from impl.deepspeed.ulysses import exchange_heads
+from impl.deepspeed.global_state import exchange_heads
+from impl.deepspeed.tensors import EngineTensors, FrozenTensors, RankPlace, cut_count
 from impl.engine.adapter import ReferenceContext
 from impl.engine.hugging_face import (
     HuggingFaceModel,
     compile_layers,
     forget_compiled,
     layers_of,
+    model_inputs,
     recompute_activations,
     resolved_optimizer,
 )
@@ -57,7 +57,6 @@ from impl.engine.optimizers import (
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
 from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
-from impl.models.images import model_inputs
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
 from impl.models.outputs import outputs_of
 from impl.models.router import routers_of

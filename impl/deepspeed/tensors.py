@@ -2,13 +2,23 @@
 
 ``named`` is collective. Gradients can only be read after the last backward pass of a step and before its update; at any
 other time, the ranks that own a piece raise while the others wait for them.
+
+A rank holds a tensor-parallel *part* of a parameter, and of this part the *piece* that ZeRO assigns to it. A parameter
+that tensor parallelism does not shard has one part, the whole.
+
+The optimizer updates *stepped tensors* instead of a model's parameters. At ZeRO-0, the stepped tensor of a parameter is
+the parameter itself or, in half precision, its float32 master in the optimizer's wrapper. At ZeRO 1 to 3, it is a flat
+tensor with this rank's pieces of many parameters; the piece of a parameter may be empty.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (
@@ -20,9 +30,169 @@ from deepspeed.utils import (
 )
 
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind
-from impl.deepspeed.partition import RankPlace, ReadRegion, SteppedTensors, cut_of
+from impl.engine.optimizers import update_count
+from impl.interface.sharded_safetensors import fill_flat
 from impl.interface.trainable import WrittenKind
 from impl.models.lora import named_parameters
+
+# (name, start indices, shape) -> this region of the whole tensor with this name
+ReadRegion = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Describes the position of a rank: number ``zero_rank`` of the ``zero_size`` ranks that ZeRO partitions over.
+
+    tensor_group: the process group of its tensor parallelism; None without it.
+    """
+
+    zero_rank: int
+    zero_size: int
+    tensor_group: dist.ProcessGroup | None
+
+    def start(self, parameter: Any) -> int:
+        """Returns the index in the flattened part where this rank's piece starts; 0 if ZeRO-3 does not partition it."""
+        return self.zero_rank * int(parameter.ds_tensor.numel()) if hasattr(parameter, "ds_id") else 0
+
+    def unpadded(self, parameter: Any, piece: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's ZeRO-3 piece of a parameter, flat and without padding.
+
+        ZeRO-3 pads all pieces to the same length. It never writes the padding, which therefore differs between ranks
+        that hold the same numbers.
+        """
+        flat = piece.view(-1)
+        return flat[: max(0, parameter.ds_numel - self.start(parameter))]
+
+    def part(self, parameter: torch.nn.Parameter) -> str:
+        """Returns the name of this rank's tensor-parallel part, the prefix of a shard's region; empty for the whole."""
+        return f"tp{dist.get_rank(self.tensor_group)} " if cut_of(parameter) else ""
+
+    def whole(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenates the tensor-parallel parts of a parameter; collective over the tensor-parallel ranks."""
+        cut = cut_of(parameter)
+        if not cut:
+            return tensor
+        dim, sizes = cut["partition_dim"], cut["partition_sizes"]
+        shape = list(tensor.shape)
+        shape[dim] = max(sizes)  # gloo cannot gather parts of different sizes
+        own = tensor.new_zeros(shape)
+        own.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        parts = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(parts, own, group=self.tensor_group)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim=dim)
+
+    def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, read: ReadRegion) -> None:
+        """Sets ``own``, flat, to elements of this rank's part of a parameter.
+
+        The elements begin at the flat index ``start`` of the part.
+        """
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties a parameter, so its shape is lost
+        origin = [0] * len(shape)
+        if cut := cut_of(parameter):
+            origin[cut["partition_dim"]] = sum(cut["partition_sizes"][: dist.get_rank(self.tensor_group)])
+        fill_flat(own, name, start, origin=origin, shape=shape, region=read)
+
+
+def cut_of(parameter: torch.nn.Parameter) -> dict[str, Any] | None:
+    """Returns AutoTP's note on a parameter that it has sharded; None if the parameter is whole on every rank."""
+    note: dict[str, Any] | None = getattr(parameter, DS_AUTOTP_UC_META, None)
+    return None if note is None or note["replicated"] else note
+
+
+def cut_count(model: torch.nn.Module) -> int:
+    """Returns the number of parameters that tensor parallelism has sharded."""
+    return sum(cut_of(parameter) is not None for parameter in model.parameters())
+
+
+class SteppedTensors:
+    """Finds the stepped tensors of an engine, for every class of optimizer wrapper that DeepSpeed has."""
+
+    def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
+        self._stage, self._place = engine.zero_optimization_stage(), place
+        self._wrapper, self._optimizer = engine.optimizer, engine.basic_optimizer
+        self._stepped: dict[torch.nn.Parameter, torch.Tensor] = {}
+        if self._stage == 0:
+            if hasattr(self._wrapper, "fp32_groups"):
+                for half, full in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True):
+                    self._stepped |= dict(zip(half, full, strict=True))
+        else:
+            for group, flat in zip(*self._flat_groups(), strict=True):
+                self._stepped |= dict.fromkeys(group, flat)
+
+    def _flat_groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
+        """Returns (groups of parameters, the stepped tensor of each group), which wrapper classes name differently."""
+        wrapper = self._wrapper
+        if self._stage == 3:
+            return wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat
+        if hasattr(wrapper, "bf16_groups"):  # ZeRO-1 in bf16
+            return wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
+        return wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
+
+    def tensor(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Returns the stepped tensor of a parameter."""
+        return self._stepped.get(parameter, parameter)
+
+    def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """Returns the optimizer state of a parameter's stepped tensor; empty before the first step."""
+        state: dict[str, Any] = self._optimizer.state.get(self.tensor(parameter), {})
+        return state
+
+    def new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+        """Returns the state ``key`` of a parameter's stepped tensor; creates it with zeros if there is none yet."""
+        stepped = self.tensor(parameter)
+        state: dict[str, torch.Tensor] = self._optimizer.state[stepped]
+        if key not in state:
+            state[key] = torch.zeros_like(stepped)
+        return state[key]
+
+    def set_step(self, parameter: torch.nn.Parameter, count: float) -> None:
+        """Sets the update count of a parameter's stepped tensor; the parameters of a flat tensor share one count."""
+        stepped = self.tensor(parameter)
+        # torch's AdamW counts in place in a tensor, DeepSpeed's own optimizers count in a Python number.
+        counts_in_tensor = isinstance(self._optimizer, torch.optim.AdamW)
+        step = update_count(torch.tensor(count), self._optimizer, stepped) if counts_in_tensor else int(count)
+        self._optimizer.state[stepped]["step"] = step
+
+    def piece(self, parameter: Any, stepped: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Returns (this rank's flat, unpadded piece of a parameter, its start index in the flattened parameter).
+
+        ``stepped``: the stepped tensor of the parameter, or another tensor with its layout, such as a state.
+        """
+        flat = stepped.view(-1)
+        if self._stage == 0:
+            return flat, 0
+        if self._stage == 3:
+            _, at, numel = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)]
+            return self._place.unpadded(parameter, flat.narrow(0, at, numel)), self._place.start(parameter)
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return flat[:0], 0
+        at = mapping.hp_fragment_address
+        return flat.narrow(0, at.start, at.numel), mapping.lp_fragment_address.start
+
+    def link_state(self) -> None:
+        """Makes DeepSpeed's access functions find the state of all parameter groups.
+
+        ZeRO-1 and 2 link parameters to their state when only the first group has been stepped, so the parameters of the
+        other groups are linked to no state (docs/findings/deepspeed-optimizer-state.md).
+        """
+        if self._stage in (1, 2):
+            self._wrapper._hp_optimizer_states_linked = False
+            self._wrapper._lazy_init_hp_params_optimizer_state()
+
+    def update_parameters(self) -> None:
+        """Copies the masters into the parameters that the model computes with, at ZeRO-0 and 3; collective.
+
+        There, a rank has all of the masters, or parts of the same size as the parameters' parts.
+        """
+        if self._stage == 0:
+            for parameter, master in self._stepped.items():
+                parameter.data.copy_(master.data)
+        elif self._stage == 3:
+            self._wrapper.checkpoint_event_prologue()  # partitions parameters that a forward pass has left whole
+            for number in range(len(self._wrapper.fp16_groups)):
+                self._wrapper._reassign_or_swap_out_partitioned_parameters(number)
+            self._wrapper.checkpoint_event_epilogue()
 
 
 class EngineTensors:

@@ -92,8 +92,8 @@ RL_SEAMS = {
     "evaluate_answers": "impl.objectives.preferences:KtoFunctions.evaluate",
     "weighted_losses": "impl.objectives.policy_gradient:weighted_losses",
     "divergences": "impl.models.outputs:divergences",
-    "divergence_terms": "impl.models.divergence:divergence_terms",
-    "scaled_logits": "impl.models.divergence:scaled",
+    "divergence_terms": "impl.models.outputs:divergence_terms",
+    "scaled_logits": "impl.models.outputs:scaled",
 }
 # For preload: it imports peft, for which each fresh rank needs 0.3 s. Peft imports TransformerEngine, which may
 # initialise CUDA; a process that forks must not.
@@ -128,8 +128,8 @@ VOCABULARY_SEAMS = {
     "kept_logits_of_shard": "impl.models.outputs:kept_logits",
     "through_softmax": "impl.models.outputs:through_softmax_",
     "through_label": "impl.models.outputs:through_label_",
-    "sum_over_shards": "impl.models.divergence:sum_over_shards",
-    "least_of_top_k": "impl.models.divergence:least_of_top_k",
+    "sum_over_shards": "impl.models.outputs:sum_over_shards",
+    "least_of_top_k": "impl.models.outputs:least_of_top_k",
 }
 
 

@@ -36,7 +36,7 @@ class Place:
 class TransformersEngine:
     """Implements conformance.backends.engines.Engine. faults: what may be planted in the functions of ``seams``."""
 
-    faults = "impl.faults.engines:ENGINE_FAULTS"
+    faults = "impl.faults.served:ENGINE_FAULTS"
     seams: ClassVar[dict[str, str]] = {
         "copy_tensors": f"{__name__}:copy_tensors",
         "serve_folder": f"{__name__}:HfEngine",

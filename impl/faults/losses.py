@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.backends.faults import FaultCells, Function
-from conformance.spec.preferences import PAIR, SIDE
+from conformance.spec.offline import PAIR, SIDE
 from impl.faults.declaration import RL_LAYOUTS, Faults, distilled
 from impl.interface.micro_batches import NO_TARGET
 from impl.objectives.preferences import answer_sums, log_ratios

@@ -14,7 +14,7 @@ from conformance.spec.known_defects import ExpectedDifference, LostEmbeddingGrad
 from conformance.spec.layout import Layout
 from conformance.spec.precision import F32, HALF_PRECISIONS, Precision
 from conformance.spec.scenario import Scenario
-from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
+from impl.context_parallel.sequence_sharding import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.engine.adapter import (
     HUGGING_FACE_SEAMS,
     SCHEDULES,
@@ -130,7 +130,7 @@ class Fsdp2Backend(ReferenceBackend):
         "pipeline_schedule": "impl.fsdp2.pipeline:schedule_of",
         "norm_of_stages": "impl.fsdp2.pipeline:Pipeline.norm_of_all",
         "shard_model": "impl.fsdp2.model:Fsdp2Model._shard",
-        "adapter_plan": "impl.fsdp2.tensor_parallel:_with_adapters",
+        "adapter_plan": "impl.fsdp2.model_parallel:_with_adapters",
         "recompute_activations": "impl.fsdp2.model:recompute_activations",
         "wrap_model": "impl.fsdp2.wrapped:DdpModel.wrap",
         "delays_reduction": "impl.fsdp2.wrapped:WrappedModel.delays_reduction",
@@ -142,8 +142,8 @@ class Fsdp2Backend(ReferenceBackend):
         "clip_coefficient": "impl.fsdp2.dtensors:clip_coefficient",
         "find_overflow": "torch.amp.grad_scaler:GradScaler._unscale_grads_",
         "routers_of": "impl.fsdp2.model:routers_of",
-        "sorted_by_expert": "impl.fsdp2.expert_parallel:sorted_by_expert",
-        "expert_divisor": "impl.fsdp2.expert_parallel:expert_divisor",
+        "sorted_by_expert": "impl.fsdp2.model_parallel:sorted_by_expert",
+        "expert_divisor": "impl.fsdp2.model_parallel:expert_divisor",
         "float8_config": "impl.fsdp2.float8:float8_config",
         "cast_names": "impl.fsdp2.float8:cast_names",
         "cast_blocks": "impl.fsdp2.float8:cast_blocks",

@@ -31,6 +31,7 @@ from impl.engine.hugging_face import (
     compile_layers,
     forget_compiled,
     layers_of,
+    model_inputs,
     recompute_activations,
     resolved_optimizer,
 )
@@ -45,15 +46,20 @@ from impl.engine.optimizers import (
 )
 from impl.fsdp2 import dtensors
 from impl.fsdp2.dtensors import full_tensors, write_region
-from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
 from impl.fsdp2.float8 import SHAPE_MULTIPLE, agree_on_scales, begin_histories, cast_layers, update_scales
+from impl.fsdp2.model_parallel import (
+    apply_explicit_plan,
+    apply_model_plan,
+    cut_experts,
+    experts_of,
+    is_of_experts,
+    vocabulary_shard,
+)
 from impl.fsdp2.pipeline import Pipeline
-from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.distributed import Reading
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
 from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
-from impl.models.images import model_inputs
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.lora import named_parameters
 from impl.models.outputs import from_last_stage, outputs_of

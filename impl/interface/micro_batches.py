@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from conformance.spec.batch import OF_INPUTS, PIXEL, Row
-from conformance.spec.supervised import Distillation
+from conformance.spec.offline import Distillation
 from impl.interface.distributed import moved
 
 NO_TARGET = -100  # the label that torch's cross-entropy ignores

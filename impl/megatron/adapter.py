@@ -32,7 +32,7 @@ from conformance.spec.layout import OWN_BALANCE, Layout
 from conformance.spec.observables import MULTI_TOKEN
 from conformance.spec.precision import HALF_PRECISIONS, Precision
 from conformance.spec.scenario import LoraConfig, Scenario
-from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
+from impl.context_parallel.sequence_sharding import INSTALL, RING_MODULES, available, ring_support
 from impl.engine.adapter import SCHEDULES, SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.interface.trainable import ContextConfig

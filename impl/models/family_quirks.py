@@ -21,7 +21,7 @@ class FamilyQuirks:
     """Describes the special needs of the Hugging Face code of one model type; module names are relative to a layer.
 
     stream_norms: the norms on the residual stream. A family with this entry has an explicit tensor-parallel plan
-        (impl/fsdp2/tensor_parallel.py).
+        (impl/fsdp2/model_parallel.py).
     head_dimension: the dimension that counts the heads in the input of q_norm and k_norm; None without such norms.
     whole_outputs: projections whose outputs must be whole, because the code splits or normalises all of them together.
     recut_inputs: projections whose inputs tensor parallelism therefore has to shard again.

@@ -18,7 +18,7 @@ from torch import Tensor
 from conformance.spec.batch import GIVEN, Batch, Document, Row
 from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
-from conformance.spec.supervised import TEACHER, Distillation, MultiToken, mtp_count, mtp_logprob
+from conformance.spec.offline import TEACHER, Distillation, MultiToken, mtp_count, mtp_logprob
 from impl.interface.micro_batches import Evaluation, MicroBatch, Others, Outputs, Totals, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate, kept_groups, overlong_penalty
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
@@ -300,7 +300,7 @@ class SftFunctions(Functions):
 
 
 class DftFunctions(Functions):
-    """Computes the loss of conformance.spec.supervised.Dft: the mean of -sg(p) log p over the step's target tokens."""
+    """Computes the loss of conformance.spec.offline.Dft: the mean of -sg(p) log p over the step's target tokens."""
 
     def evaluate(
         self, model: str, outputs: Outputs, inputs: MicroBatch, *, totals: Totals, others: Others
@@ -319,7 +319,7 @@ def weighted_losses(logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MultiTokenFunctions(Functions):
-    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.supervised.MultiToken."""
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.offline.MultiToken."""
 
     objective: MultiToken
 
@@ -348,7 +348,7 @@ class MultiTokenFunctions(Functions):
 
 @dataclass(frozen=True)
 class DistillationFunctions(Functions):
-    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.supervised.Distillation."""
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.offline.Distillation."""
 
     objective: Distillation
 

@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pa
 
 from conformance.spec.batch import Batch, Column, Document, Row
 from conformance.spec.observables import REFERENCE
-from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, ProcessRewardModel, RewardModel
+from conformance.spec.offline import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, ProcessRewardModel, RewardModel
 from impl.interface.micro_batches import Evaluation, MicroBatch, Others, Outputs, Totals, Wanted
 
 
@@ -52,7 +52,7 @@ def chosen_answers(rows: Sequence[Row]) -> list[Document]:
 
 @dataclass(frozen=True)
 class PreferenceFunctions(Functions):
-    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.preferences.Dpo."""
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.offline.Dpo."""
 
     objective: Dpo
 
@@ -117,7 +117,7 @@ def answer_numbers(inputs: MicroBatch) -> Tensor:
 
 
 def pair_losses(margins: Tensor, objective: Dpo) -> Tensor:
-    """Returns the loss of each pair; any shape. conformance.spec.preferences.Dpo has the formulas."""
+    """Returns the loss of each pair; any shape. conformance.spec.offline.Dpo has the formulas."""
     scaled, smoothing = objective.beta * margins, objective.label_smoothing
     if objective.loss_type == "hinge":
         return torch.relu(1 - scaled)
@@ -133,7 +133,7 @@ def pair_losses(margins: Tensor, objective: Dpo) -> Tensor:
 
 @dataclass(frozen=True)
 class RewardFunctions(Functions):
-    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.preferences.RewardModel."""
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.offline.RewardModel."""
 
     objective: RewardModel
 
@@ -188,7 +188,7 @@ def reward_losses(scores: Tensor, margins: Tensor, objective: RewardModel) -> Te
 @dataclass(frozen=True)
 class StepFunctions(Functions):
     """Implements impl.objectives.policy_gradient.ObjectiveFunctions for
-    conformance.spec.preferences.ProcessRewardModel.
+    conformance.spec.offline.ProcessRewardModel.
     """
 
     objective: ProcessRewardModel
@@ -212,14 +212,14 @@ def step_scores(values: Tensor) -> Tensor:
 
 
 def step_losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """Returns the loss of each step, any shape. conformance.spec.preferences.ProcessRewardModel has the formula."""
+    """Returns the loss of each step, any shape. conformance.spec.offline.ProcessRewardModel has the formula."""
     return binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
 
 
 @dataclass(frozen=True)
 class KtoFunctions(Functions):
     """Implements impl.objectives.policy_gradient.ObjectiveFunctions and impl.engine.trainer.AheadFunctions for
-    conformance.spec.preferences.Kto.
+    conformance.spec.offline.Kto.
     """
 
     objective: Kto
@@ -266,7 +266,7 @@ def kl_of(totals: Totals) -> Tensor:
 
 
 def answer_losses(margins: Tensor, desired: Tensor, objective: Kto) -> Tensor:
-    """Returns the loss of each answer, any shape. conformance.spec.preferences.Kto has the formula."""
+    """Returns the loss of each answer, any shape. conformance.spec.offline.Kto has the formula."""
     scaled = objective.beta * margins
     liked, disliked = 1 - torch.sigmoid(scaled), torch.sigmoid(scaled)
     return torch.where(desired, objective.desirable_weight * liked, objective.undesirable_weight * disliked)

@@ -24,7 +24,7 @@ from impl.train.flags import (
     summary,
 )
 
-RANK = "impl.train.worker"  # the module that runs a rank
+RANK = "impl.train.launch"  # the module that runs a rank
 
 
 class Train:
@@ -71,7 +71,7 @@ class Train:
             file.flush()
             path = f"/proc/self/fd/{file.fileno()}"
             if ranks is not None:
-                from impl.train.worker import main
+                from impl.train.launch import main
 
                 return main(path)
 

@@ -15,8 +15,8 @@ from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, encode
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Objective
 from conformance.spec.observables import documents_together
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import DataConfig
-from conformance.spec.supervised import Sft
 from impl.checkpoints.training_state import DataPosition
 from impl.train.rewards import ARITHMETIC, FunctionReward, Reward
 

@@ -14,12 +14,12 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from conformance.core import parser
+from conformance.core import errors
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
 from conformance.spec.objectives import BUILT_IN, AdvantageEstimator, LossMode
+from conformance.spec.offline import PreferenceLoss
 from conformance.spec.precision import PRECISIONS, PrecisionName
-from conformance.spec.preferences import PreferenceLoss
 from conformance.spec.scenario import TooLong
 from impl.train.foreign_options import FOREIGN, endings
 from impl.train.rewards import ARITHMETIC, REWARDS, reward_name
@@ -365,7 +365,7 @@ def _in_range_of(flag: Flag, command: str) -> Flag:
 _RANGES = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}
 
 
-class Parser(parser.Parser):
+class Parser(errors.Parser):
     """Parses one of the commands: an unknown option may belong to another command."""
 
     def unknown(self, option: str) -> str:

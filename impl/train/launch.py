@@ -1,11 +1,15 @@
-"""Starts the ranks of a training on this host, with torchrun's environment variables.
+"""Starts the ranks of a training on this host, with torchrun's environment variables, and runs one as a process.
 
 torchrun itself ends its ranks 30 s after a signal, and a checkpoint may take longer; here a signal is forwarded once,
 and there is no time limit. The first rank writes to the terminal, the other ranks into files without names, of which
 nothing is left if this process is killed. The last lines of the first rank that fails are printed, because the other
 ranks mostly fail as a consequence.
+
+A rank is ``torchrun -m impl.train.launch CONFIG.json``; the file holds the result of impl.train.config.to_json. A rank
+that waits too long for the others ends, and says who waits for what; so does the training then.
 """
 
+import atexit
 import os
 import signal
 import subprocess
@@ -16,12 +20,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NoReturn
 
+import torch
+import transformers
+
+from conformance.core.errors import UsageError
+from conformance.core.io import read_json, visible_output
 from conformance.core.process import listening_store, not_ignored, signal_at_death_of, signal_process
+from impl.interface.distributed import FileFailure, limited_waits
+from impl.train.config import from_json
+from impl.train.loop import train
 
-LAST_LINES, USAGE = 15, 2
+LAST_LINES = 15
+FAILED, USAGE = 1, 2  # exit codes
 LOOPBACK = "127.0.0.1"
 GRACE_S, _POLL_S = 5.0, 0.1
 
@@ -56,7 +70,7 @@ def run_ranks(command: list[str], *, ranks: int, device: str, inherited: Sequenc
             _end(started)
         if failed is not None and -started[failed].returncode not in signals.received:
             _report(failed, started[failed].returncode, logs[failed])
-            return USAGE if started[failed].returncode == USAGE else 1
+            return USAGE if started[failed].returncode == USAGE else FAILED
     return 128 + signals.received[0] if signals.received else 0
 
 
@@ -140,3 +154,38 @@ def _report(rank: int, code: int, log: IO[bytes] | None) -> None:
         log.seek(0)
         lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
     print("\n".join([f"parity: rank {rank} failed ({status})", *lines]), file=sys.stderr, flush=True)
+
+
+def main(path: str) -> int:
+    """Trains as the file says, in the process group of torchrun's environment variables; returns the exit code."""
+    try:
+        config = from_json(read_json(Path(path)), source=path)
+        if config.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        transformers.utils.logging.disable_progress_bar()  # each rank would show a bar for loading weights
+        with limited_waits(config.ddp_timeout, device=config.device):
+            train(config)
+    except (UsageError, FileFailure) as error:
+        # If the first rank has the same error, torchrun ends this one before it repeats the message.
+        time.sleep(0 if os.environ.get("RANK", "0") == "0" else 2)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return USAGE if isinstance(error, UsageError) else FAILED
+    return 0
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process with an exit code, after its registered exit functions, without Python's finalization.
+
+    A thread of a library that requests Python's lock during finalization is unwound through C++ code that forbids
+    unwinding. A rank that had done all its work then ended by SIGABRT ("terminate called without an active exception";
+    observed once, on a machine with a load of 20).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    with visible_output():
+        leave(main(sys.argv[1]))

@@ -19,7 +19,7 @@ from impl.train.data import DocumentSource, next_row
 class ReferencePipeline:
     """Encodes, packs and orders documents as `parity train` does. faults: what may be planted in ``seams``."""
 
-    faults: ClassVar[str] = "impl.faults.text:TEXT_FAULTS"
+    faults: ClassVar[str] = "impl.faults.served:TEXT_FAULTS"
     seams: ClassVar[dict[str, str]] = {
         "encode": "conformance.data.tokenizer:encode",
         "next_row": "impl.train.text_pipeline:next_row",

@@ -296,7 +296,7 @@ def test_what_the_backend_lacks_is_unsupported_with_advice(
 def test_ring_without_package_is_unsupported_with_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("impl.context_parallel.support.available", lambda: False)
+    monkeypatch.setattr("impl.context_parallel.sequence_sharding.available", lambda: False)
     scenario = cell_of("fsdp2", "sft-packed", "llama", "sp2", "exact").scenario
     answer = Fsdp2Backend.supports(scenario, Layout(sp=2))
     assert isinstance(answer, Unsupported)

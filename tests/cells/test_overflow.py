@@ -19,9 +19,9 @@ from conformance.records.step_tensors import Record, StepRecord, read_record
 from conformance.runner.session import Session
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import all_observables
+from conformance.spec.offline import Sft
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import LossScaleConfig, Scenario, load_scenario
-from conformance.spec.supervised import Sft
 
 CONFIG = LossScaleConfig(initial_power=8, growth_interval=2)
 SMALL, LARGE = 1.0, 1e9

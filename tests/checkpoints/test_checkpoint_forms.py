@@ -15,8 +15,7 @@ from test_checkpoint_pickles import forge
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from impl.convert.convert import convert, open_checkpoint
-from impl.convert.foreign import FOREIGN, LFS, ForeignForm
+from impl.convert.convert import FOREIGN, LFS, ForeignForm, convert, open_checkpoint
 
 MODEL = FIXTURES / "models" / "llama"
 DTYPES = ("int64", "bool", "uint8", "int8", "int32", "complex64", "float8_e4m3fn", "float16")

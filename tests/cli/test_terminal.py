@@ -16,7 +16,7 @@ from rich.console import Console
 
 from conformance.backends.protocol import BackendEntry
 from conformance.cli import main as cli
-from conformance.cli.terminal import Loudness, Terminal, duration, print_summary, seconds_left
+from conformance.cli.report import Loudness, Terminal, duration, print_summary, seconds_left
 from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.results.verdict import Verdict

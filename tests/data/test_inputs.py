@@ -22,8 +22,8 @@ from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
 from conformance.spec.batch import Batch, Document, Row, read_batches, write_batches
 from conformance.spec.objectives import Objective, Ppo
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import Scenario, parse_scenario
-from conformance.spec.supervised import Sft
 
 TOKENS = (5, 0, 17, 2)
 

@@ -13,7 +13,7 @@ from conformance.data.forms import read_labelled, read_preferences, read_steps
 from conformance.data.samples import reads_of
 from conformance.data.tokenizer import load_tokenizer
 from conformance.spec.batch import Batch, Document
-from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE
+from conformance.spec.offline import LABEL, MARGIN, PAIR, SIDE
 from conformance.spec.scenario import DataConfig, Scenario, load_scenario, parse_scenario
 
 LLAMA = FIXTURES / "models" / "llama"
@@ -205,9 +205,10 @@ def test_each_step_has_its_label_at_its_line_break(tmp_path: Path) -> None:
     assert seen == {(("\n", 1.0), ("\n", 0.25)), (("\n", 0.0),)}
 
 
-def test_adapters_need_a_policy() -> None:
-    with pytest.raises(UsageError, match="lora adapts a policy, and 'reward' trains none"):
-        shipped("reward", lora={"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]})
+@pytest.mark.parametrize(("name", "trained"), [("reward", "none"), ("mtp", "modules without adapters")])
+def test_adapters_need_a_policy(name: str, trained: str) -> None:
+    with pytest.raises(UsageError, match=f"lora adapts a policy, and '{name}' trains {trained}"):
+        shipped(name, lora={"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]})
 
 
 def test_a_pair_that_fits_into_no_packed_row_is_named_or_left_out(tmp_path: Path) -> None:

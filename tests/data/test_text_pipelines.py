@@ -14,9 +14,8 @@ from conformance.data.chat_templates import Conversation, TemplateFolder, own_te
 from conformance.data.tokenizer import load_tokenizer
 from conformance.judge.sample_order import judge_order
 from conformance.judge.text import TextCheck, expected_of, judge_conversations
-from conformance.oracle.chat import ChatTemplate
-from conformance.oracle.packing import RULES
-from impl.faults.text import TEXT_FAULTS
+from conformance.oracle.chat import RULES, ChatTemplate
+from impl.faults.served import TEXT_FAULTS
 from impl.train.text_pipeline import ReferencePipeline
 
 CHATML = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.spec.supervised import Sft
+from conformance.spec.offline import Sft
 from impl.engine import trainer
 from impl.engine.trainer import of_all_ranks, sum_evaluations
 from impl.fsdp2 import dtensors

@@ -33,7 +33,7 @@ from conformance.spec.scenario import ADAPTER, WEIGHTS_FILE, load_scenario
 from impl.engines.sglang_engine import SglangEngine
 from impl.engines.transformers_engine import copy_tensors
 from impl.engines.vllm_engine import VllmEngine
-from impl.faults.engines import ENGINE_FAULTS
+from impl.faults.served import ENGINE_FAULTS
 
 
 @cache

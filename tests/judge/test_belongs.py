@@ -22,7 +22,7 @@ from conformance.records.record_format import RECORD_FILE, RecordError, record_d
 from conformance.records.step_tensors import Record, RecordWriter, read_record
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import Observable, observables_to_json
-from conformance.spec.supervised import Sft
+from conformance.spec.offline import Sft
 
 Values = dict[str, Any]
 

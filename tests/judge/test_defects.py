@@ -44,8 +44,8 @@ from conformance.spec.known_defects import (
     defects_to_json,
     parse_defects,
 )
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import parse_scenario
-from conformance.spec.supervised import Sft
 
 EPSILON = torch.finfo(torch.float64).eps
 ALL: tuple[Defect, ...] = (

@@ -17,8 +17,8 @@ from conformance.oracle.optimizer import clip_factor
 from conformance.results.verdict import Quantity
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import LOGPROBS, POLICY, Observable, trained_observables
+from conformance.spec.offline import Sft
 from conformance.spec.precision import PRECISIONS
-from conformance.spec.supervised import Sft
 
 SHAPE, LAST = (40, 30), 2  # the step before the last one is not observed, so the last update is not rebuilt
 

@@ -31,7 +31,7 @@ from rl_sides import IMPL, weights_of
 from torch import Tensor
 
 from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
-from conformance.spec.preferences import Kto
+from conformance.spec.offline import Kto
 from impl.objectives.preferences import answer_losses, kl_of
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "explanations" / "objectives.md"

@@ -10,8 +10,8 @@ from conformance.oracle.defects import variant_of
 from conformance.oracle.float8 import E4M3, E5M2, RECIPES, Cast, Format, Magnitudes, Product, rounded, scale_of
 from conformance.oracle.step import observe
 from conformance.spec.conventions import Float8Products
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import parse_scenario
-from conformance.spec.supervised import Sft
 
 FORMATS = [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)]
 

@@ -25,8 +25,8 @@ from conformance.oracle.feed_forward import Balance, LoadsOfPart, Routing, stack
 from conformance.oracle.run import move_biases
 from conformance.oracle.step import Observed, observe
 from conformance.spec.batch import Batch, Document, Row, expert_column
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import load_scenario
-from conformance.spec.supervised import Sft
 from impl.megatron.moe_config import Groups
 from impl.models.loading import load_model
 

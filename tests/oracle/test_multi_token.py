@@ -21,8 +21,8 @@ from conformance.oracle.run import POLICIES
 from conformance.oracle.step import Model, observe
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.observables import MULTI_TOKEN
+from conformance.spec.offline import MultiToken
 from conformance.spec.scenario import load_scenario
-from conformance.spec.supervised import MultiToken
 from impl.objectives.policy_gradient import functions_of as functions_of_impl
 
 NAME = "deepseek-v3-mtp"

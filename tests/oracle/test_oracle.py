@@ -31,8 +31,8 @@ from conformance.oracle.run import POLICIES
 from conformance.oracle.step import Model, Observed, observe
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.observables import POLICY
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import OptimizerConfig
-from conformance.spec.supervised import Sft
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")
 ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2", "qwen3-next")

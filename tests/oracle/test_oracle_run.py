@@ -28,9 +28,9 @@ from conformance.records.step_tensors import Record, StepRecord, read_record
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.known_defects import Defect, DividedGradients
 from conformance.spec.objectives import Objective
+from conformance.spec.offline import Sft
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig, scenario_to_json
-from conformance.spec.supervised import Sft
 
 PANGU = FIXTURES / "models" / "pangu"
 FLOAT64 = POLICIES["float64"]

@@ -20,7 +20,7 @@ from conformance.records.record_format import (
 )
 from conformance.records.step_tensors import RecordWriter, read_record
 from conformance.spec.objectives import all_observables
-from conformance.spec.supervised import Sft
+from conformance.spec.offline import Sft
 
 OBSERVABLES = all_observables(Sft())
 NO_HEADER = ("", "[]\n", "{}\n", '{"type": "step", "step": 0}\n')

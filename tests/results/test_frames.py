@@ -12,8 +12,8 @@ from report_sample import CONFORMS, DIFFERS, NOT_RUN, RESUMED, edit, entries_of,
 
 import parity
 from conformance.core.errors import UsageError
-from conformance.results.dataframes import CELLS, QUANTITIES, STEPS, Frames
 from conformance.results.verdict import STATES
+from parity.api import CELLS, QUANTITIES, STEPS, Frames
 from reports.load import read_report
 
 

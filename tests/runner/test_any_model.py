@@ -35,9 +35,9 @@ from conformance.runner.session import Session
 from conformance.spec.batch import Row
 from conformance.spec.layout import Layout
 from conformance.spec.observables import POLICY
+from conformance.spec.offline import Sft
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import LoraConfig
-from conformance.spec.supervised import Sft
 from impl.interface.micro_batches import collate
 from impl.models.loading import load_model
 

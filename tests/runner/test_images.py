@@ -28,8 +28,8 @@ from conformance.oracle.run import POLICIES
 from conformance.runner.session import Session
 from conformance.spec.batch import GRID, IMAGE, PIXEL, Row
 from conformance.spec.scenario import DataConfig, load_scenario
+from impl.engine.hugging_face import image_positions, model_inputs
 from impl.interface.micro_batches import collate
-from impl.models.images import image_positions, model_inputs
 from impl.models.loading import load_model
 
 IMAGE_TOKEN = 7

@@ -20,8 +20,8 @@ from conformance.runner.session import Session
 from conformance.spec.batch import Batch
 from conformance.spec.objectives import BUILT_IN, Objective, all_observables, objective_to_json, parse_objective
 from conformance.spec.observables import LOGPROBS, LOSS, POLICY, Observable, Reads, Role, stages
+from conformance.spec.offline import Sft
 from conformance.spec.scenario import load_scenario, parse_scenario, scenario_to_json
-from conformance.spec.supervised import Sft
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -24,8 +24,8 @@ from conformance.spec.observables import StateKind
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig, parse_scenario
 from impl.context_parallel.ring_attention import NAME, register
 from impl.deepspeed.adapter import DeepspeedBackend
+from impl.deepspeed.global_state import exchange_heads
 from impl.deepspeed.model import DeepspeedContext, DeepspeedModel
-from impl.deepspeed.ulysses import exchange_heads
 from impl.interface.micro_batches import collate
 from impl.interface.trainable import ContextConfig
 from impl.models.loading import load_model

@@ -25,7 +25,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.trainer import target_rows
-from impl.fsdp2.tensor_parallel import vocabulary_shard
+from impl.fsdp2.model_parallel import vocabulary_shard
 from impl.interface.micro_batches import MicroBatch, Outputs, collate
 from impl.interface.trainable import ContextConfig, get_context
 from impl.models.outputs import token_statistics

@@ -13,9 +13,9 @@ from conformance.results.verdict import Verdict
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import all_observables
+from conformance.spec.offline import Sft
 from conformance.spec.precision import PRECISIONS
 from conformance.spec.scenario import parse_scenario, scenario_to_json
-from conformance.spec.supervised import Sft
 
 Values = dict[str, Any]  # a step's values, and its replicas under "replicas"
 Tensors = dict[str, torch.Tensor]

@@ -20,8 +20,8 @@ from conformance.spec.scenario import Scenario
 from impl.context_parallel import sequence_sharding
 from impl.deepspeed.adapter import DeepspeedBackend
 from impl.engine.hugging_face import compile_layers, forget_compiled, layers_of
-from impl.fsdp2 import expert_parallel, tensor_parallel
 from impl.fsdp2 import model as fsdp2_model
+from impl.fsdp2 import model_parallel
 from impl.fsdp2.adapter import Fsdp2Backend
 from impl.megatron.adapter import MegatronBackend
 from impl.objectives.policy_gradient import SftFunctions
@@ -114,13 +114,13 @@ class CutsOneLayer(Fsdp2Backend):
     """Tensor-parallel ranks hold all but the first layer whole, and all do the work of these."""
 
     def setup(self, *arguments: Any) -> dict[str, Any]:
-        plan, given = tensor_parallel._layer_plan, []
+        plan, given = model_parallel._layer_plan, []
 
         def first_only(*kind: Any, **options: Any) -> dict[str, Any]:
             given.append(kind)
             return plan(*kind, **options) if len(given) == 1 else {}
 
-        with patch.object(tensor_parallel, "_layer_plan", first_only):
+        with patch.object(model_parallel, "_layer_plan", first_only):
             return super().setup(*arguments)
 
 
@@ -128,10 +128,10 @@ class CutsExpertsOfOneLayer(Fsdp2Backend):
     """Ranks of ``ep`` share the experts of the last layer, and hold those of the others whole."""
 
     def setup(self, *arguments: Any) -> dict[str, Any]:
-        found = expert_parallel.experts_of
+        found = model_parallel.experts_of
         with (
             patch.object(fsdp2_model, "experts_of", lambda model: found(model)[-1:]),
-            patch.object(expert_parallel, "experts_of", lambda model: found(model)[-1:]),
+            patch.object(model_parallel, "experts_of", lambda model: found(model)[-1:]),
         ):
             return super().setup(*arguments)
 

@@ -26,7 +26,7 @@ from conformance.results.run_results import cell_summary, write_summary
 from conformance.results.verdict import Quantity, Verdict
 from conformance.spec.objectives import Ppo, all_observables
 from conformance.spec.observables import Observable
-from conformance.spec.supervised import Sft
+from conformance.spec.offline import Sft
 
 LAYERS = 5
 NAMES = parameters(LAYERS)

@@ -18,7 +18,7 @@ from conformance.results.verdict import ANSWERED, BARS, Quantity, Spread, State,
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import Ppo, all_observables
 from conformance.spec.observables import Observable, loaded_observables, observables_to_json, trained_observables
-from conformance.spec.supervised import Sft
+from conformance.spec.offline import Sft
 from reports.page_data import locate
 
 STEPS = 5

@@ -1,5 +1,6 @@
 """Makes small configurations, and runs trainings in the ranks of a pool, for the tests of training."""
 
+import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from conformance.core.host import FIXTURES
 from conformance.runtime import Outcome, Pool
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
+from impl.train.command import TRAIN
 from impl.train.config import OutputConfig, RolloutConfig, TrainConfig, to_json
-from impl.train.flags import EMBEDDED, ROLLOUT
+from impl.train.flags import EMBEDDED, ROLLOUT, given_values, merge_values, read_recipe, resolve_options
 from impl.train.logging import read_log
+from impl.train.options import train_config
 
 ADAMW = {"name": "adamw", "lr": 3e-3, "eps": 1e-8, "max_grad_norm": 1.0}
 OF_TIME = {"timing_s/update", "timing_s/rollout", "perf/tokens_per_second", "perf/peak_memory_bytes"}
@@ -87,3 +90,17 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], bound:
         assert one.keys() == other.keys()
         known = {name: number for name, number in one.items() if number is not None}
         assert known == pytest.approx({name: other[name] for name in known}, rel=bound, abs=bound)
+
+
+TINY = ("--pretrain", "models/pangu", "--max-steps", "4", "--device", "cpu")
+
+
+def config_of(command: str, backend: str, *said: str, ranks: int | None = None, dry_run: bool = False) -> TrainConfig:
+    """What a command line becomes."""
+    parser = argparse.ArgumentParser(prog="parity train")
+    TRAIN.add_arguments(parser)
+    options = parser.parse_args([command, "--backend", backend, *said])
+    given = given_values(options, command)
+    recipe = read_recipe(options.config, command) if options.config else {}
+    resolved = resolve_options(given, recipe, command)
+    return train_config(command, resolved, given=merge_values(given, recipe), ranks=ranks, dry_run=dry_run)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from conformance.oracle.distillation import DistillationFunctions as Oracle
 from conformance.oracle.objectives import functions_of as oracle_of
+from conformance.oracle.preferences import DistillationFunctions as Oracle
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.supervised import Dft, Distillation
+from conformance.spec.offline import Dft, Distillation
 from impl.interface.micro_batches import Outputs, collate
 from impl.models.outputs import divergence_of
 from impl.objectives.policy_gradient import functions_of as impl_of

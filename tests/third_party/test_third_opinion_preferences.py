@@ -23,7 +23,7 @@ from conformance.data.forms import pair
 from conformance.data.tokenizer import encode, load_tokenizer
 from conformance.oracle.objectives import functions_of as oracle_of
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.preferences import LABEL, MARGIN, Dpo, Kto, ProcessRewardModel, RewardModel
+from conformance.spec.offline import LABEL, MARGIN, Dpo, Kto, ProcessRewardModel, RewardModel
 from impl.interface.micro_batches import MicroBatch, Outputs, collate
 from impl.objectives.policy_gradient import functions_of as impl_of
 

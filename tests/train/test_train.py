@@ -165,7 +165,7 @@ class Kept:
         os.abort()  # as C++ does when Python is finalized under a thread of it
 sys.modules["kept"] = Kept()
 atexit.register(print, "registered for the end")
-runpy.run_module("impl.train.worker", run_name="__main__")
+runpy.run_module("impl.train.launch", run_name="__main__")
 """
 
 
@@ -184,7 +184,7 @@ def test_a_rank_is_a_process_that_torchrun_starts(tmp_path: Path) -> None:
     file, config = tmp_path / "config.json", training(tmp_path, "sft", steps=2)
     config = writing_to(config, save_path=tmp_path / "model")
     file.write_text(json.dumps(to_json(config)), encoding="utf-8")
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "impl.train.worker"]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "impl.train.launch"]
     told = subprocess.run([sys.executable, *ranks, str(file)], capture_output=True, text=True, timeout=240, check=True)
     assert [line["step"] for line in lines_of(config)] == [1, 2]
     assert "step 2/2  loss" in told.stdout

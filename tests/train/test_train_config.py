@@ -19,7 +19,7 @@ from conformance.core.host import FIXTURES
 from conformance.spec.batch import Batch, Document, Row
 from impl.interface.distributed import FileFailure
 from impl.models.loading import load_model
-from impl.train import worker
+from impl.train import launch
 from impl.train.config import TrainConfig, from_json, to_json
 from impl.train.loop import ModelSize, Speed, Stop, crosses, model_size, peak_of
 from impl.train.setup import LARGE, check_same_settings, check_save_path, is_value_model, settings_of, write_critic
@@ -167,9 +167,9 @@ def test_exit_code_of_a_rank_tells_a_failure_from_wrong_usage(
         raise error
 
     (file := tmp_path / "config.json").write_text(json.dumps(to_json(training(tmp_path, "sft"))))
-    monkeypatch.setattr(worker, "limited_waits", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(worker, "train", fail)
-    assert worker.main(str(file)) == code
+    monkeypatch.setattr(launch, "limited_waits", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "train", fail)
+    assert launch.main(str(file)) == code
     assert capsys.readouterr().err == f"error: {error}\n"
 
 

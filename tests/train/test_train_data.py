@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from conformance.spec.batch import Document
-from conformance.spec.preferences import PAIR, SIDE, Dpo
+from conformance.spec.offline import PAIR, SIDE, Dpo
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
 from impl.train.data import DocumentSource

@@ -10,8 +10,7 @@ import torch
 from cells import exhaustive
 from safetensors.torch import load_file
 from test_train_memory import held
-from test_train_options import TINY, config_of
-from train_runs import Trainings, assert_same, training, writing_to
+from train_runs import TINY, Trainings, assert_same, config_of, training, writing_to
 from transformers import AutoModelForCausalLM
 
 from conformance.core.errors import UsageError
