@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from conformance.core.environments import LOCKED
 from conformance.core.errors import STRICT, UsageError, explain
-from conformance.core.io import Unreadable, read_file, write_file
+from conformance.core.io import Unreadable, make_folder, read_file, write_file
 from conformance.records.record_format import LONGEST, dumps, parse_strict_json
 from conformance.results.history import HISTORY
 from conformance.results.output_folders import EnvironmentRun, read_environment
@@ -167,6 +167,7 @@ class Publish:
         )
 
     def run(self, options: argparse.Namespace) -> int:
+        make_folder(options.to, option="--to")
         histories = [out for out in options.outs if (out / HISTORY).is_file()]
         if histories:
             if options.against or len(histories) > 1:
@@ -293,7 +294,9 @@ def _versions(cell: CheckedCell, of_run: Mapping[str, Any]) -> dict[str, str]:
     named = ("backend-parity", "torch", "transformers") if cell.phases else ("backend-parity",)
     found = {name: of_run[name] for name in named if of_run.get(name)}
     for phase in cell.phases:
-        found |= {k: v for k, v in phase.header["environment"].items() if isinstance(v, str) and re.match(r"\d", v)}
+        recorded = phase.header.get("environment")
+        versions = recorded.items() if isinstance(recorded, dict) else ()
+        found |= {k: v for k, v in versions if isinstance(v, str) and re.match(r"\d", v)}
     return found
 
 

@@ -19,7 +19,7 @@ from conformance.backends.text import PipelineProcess, ServedPipeline
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
 from conformance.core.host import resolve
-from conformance.core.io import write_file
+from conformance.core.io import make_folder, write_file
 from conformance.core.packages import write_reports
 from conformance.data.chat_templates import Conversation, TemplateFolder, own_template, published, read_conversations
 from conformance.data.prepare import prepare_inputs
@@ -52,6 +52,8 @@ def engine_command(options: argparse.Namespace) -> int:
     options.layout, options.sketch = options.layout or [LAYOUT], WHOLE
     cells, ranks = select_cells(Selection.from_options(options)), Ranks.from_options(options)
     check_device(ranks)
+    if options.out:
+        make_folder(options.out)
     results = []
     for name in engines:
         for scenario in dict.fromkeys(cell.scenario for cell in cells):
@@ -69,7 +71,6 @@ def engine_command(options: argparse.Namespace) -> int:
             results.append(result | {"checks": [asdict(check) for check in found]})
     lines = []
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         write_file(options.out / "engine.json", json.dumps(results))
         lines = write_reports(options.out, only="html")
     print(json.dumps(results) if options.json else "\n".join(lines), end="\n" if options.json or lines else "")
@@ -153,6 +154,8 @@ LIMIT_S = 120.0  # for one call of a pipeline
 
 def text_command(options: argparse.Namespace) -> int:
     pythons, conversations = dict(map(environment, options.python)), read_conversations(options.data)
+    if options.out:
+        make_folder(options.out)
     results = []
     with tempfile.TemporaryDirectory(prefix="parity-text-") as folder:
         if options.model:
@@ -168,7 +171,6 @@ def text_command(options: argparse.Namespace) -> int:
                     if not options.json:
                         print(_stage_line(pipeline.info.name, template, check), flush=True)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         write_file(options.out / "text.json", json.dumps(results))
     if options.json:
         print(json.dumps(results))

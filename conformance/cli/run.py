@@ -25,7 +25,7 @@ from conformance.bisect.run import any_differs, bisect_cell, bisect_run
 from conformance.cli import EXIT
 from conformance.cli.report import Terminal, finish
 from conformance.core.errors import UsageError
-from conformance.core.io import Unwritable, is_unused, owned, write_file
+from conformance.core.io import Unwritable, is_unused, make_folder, owned, write_file
 from conformance.core.process import Stop, seconds_of_tree, stop_code
 from conformance.core.timeline import processor_table, seconds_by_phase, table, timeline, to_chrome
 from conformance.judge.rejudge import rejudge
@@ -42,7 +42,7 @@ from conformance.results.verdict import STATES
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.earlier_run import cells_left, read_earlier
 from conformance.runner.phases import TraceFailed
-from conformance.runner.placement import SessionConfig, make_folder
+from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus, oracles_that_fit
 from conformance.runner.session import Session
 from conformance.runtime.leased_slots import lanes_of_host

@@ -171,9 +171,12 @@ def owned(folder: Path, *, owner: str) -> Iterator[None]:
                 raise UsageError(f"{folder} is in use by {holder}; wait for its end, end it, or give another folder")
             if not _is_at(path, file.fileno()):  # its owner has removed it meanwhile: another process may hold the next
                 continue
-            file.truncate(0)
-            file.write(encoded(f"process {os.getpid()} on {platform.node()}: {owner}"))
-            file.flush()
+            try:
+                os.truncate(file.fileno(), 0)
+                os.write(file.fileno(), encoded(f"process {os.getpid()} on {platform.node()}: {owner}"))
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise Unwritable(f"{path} cannot be written: {error.strerror}") from None
             try:
                 yield
             finally:
@@ -276,6 +279,14 @@ def read_end(path: Path, *, limit: int) -> bytes:
 def encoded(text: str) -> bytes:
     """Encodes text as UTF-8. Characters that UTF-8 cannot represent, for example in folder names, become escapes."""
     return text.encode("utf-8", errors="backslashreplace")
+
+
+def make_folder(out: Path, *, option: str = "--out") -> None:
+    """Creates an output folder if it is missing. Raises UsageError if it cannot be created."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be created: {error.strerror}; give another {option}") from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -236,6 +236,8 @@ def load_profile(name: str) -> Profile:
     try:
         return TypeAdapter(Profile).validate_python(read_toml(path))
     except FileNotFoundError:
+        if name.endswith(".toml"):
+            raise UsageError(f"there is no profile {shown(name)} in {Path.cwd()}; give the path of a file") from None
         near = did_you_mean(name, profile_names())
         raise UsageError(
             f"no profile {name!r}; {near}known: {', '.join(profile_names())}, or give a .toml file"

@@ -361,6 +361,10 @@ def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weig
         )
     wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
     if wrong and not model.loss_scale:
+        if step == 0 and (damaged := [name for name, leaf in leaves.items() if not leaf.isfinite().all()]):
+            raise ValueError(
+                f"the model's file has weights that are not finite: {damaged[0]}; copy or download it again"
+            )
         raise ValueError(
             f"step {step}: the gradient of {wrong[0]} and of {len(wrong) - 1} more is not finite in "
             f"{policy.compute}; lower the learning rate, or use a precision with a wider range"

@@ -23,7 +23,6 @@ from typing import TypeVar
 
 import torch
 
-from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable
 from conformance.core.timeline import WAIT, timeline
 from conformance.matrix.cell import Cell
@@ -284,14 +283,6 @@ class Activities:
 
 # The system's messages for a full or read-only disk. safetensors raises its own error type, with the same messages.
 _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
-
-
-def make_folder(out: Path) -> None:
-    """Creates the output folder if it is missing. Raises UsageError if it cannot be created."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be created: {error.strerror}; give another --out") from None
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 from conformance.backends.registry import versions_of
 from conformance.core.errors import UsageError
 from conformance.core.host import host_resources_of, resolve
+from conformance.core.io import make_folder
 from conformance.core.timeline import WAIT, timeline
 from conformance.data.prepare import FrozenInputs, check_trained, checked_model, prepare_inputs
 from conformance.matrix.cell import Cell
@@ -39,7 +40,6 @@ from conformance.runner.placement import (
     Where,
     check_output_folder,
     lasting,
-    make_folder,
 )
 from conformance.runner.preflight import Refusals, check_resources, workers_that_fit
 from conformance.runner.result_writer import ResultWriter

@@ -159,7 +159,7 @@ def _label(name: str) -> str:
 
 
 def _write(found: "Comparisons | RecordComparison", out: Path) -> None:
-    from conformance.core.io import write_file
+    from conformance.core.io import make_folder, write_file
     from reports.logdiff.output import Comparisons, to_markdown
 
     try:
@@ -170,9 +170,6 @@ def _write(found: "Comparisons | RecordComparison", out: Path) -> None:
         html, markdown = to_html(found), to_markdown(found)
     else:
         html, markdown = records_to_html(found), found.text()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {out} cannot be a folder: {error.strerror}") from None
+    make_folder(out)
     write_file(out / "diff.html", html)
     write_file(out / "diff.md", markdown)

@@ -264,7 +264,7 @@ def test_a_page_without_jinja2_or_a_folder_is_refused_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logs = [write(tmp_path, name) for name in ("a.jsonl", "b.jsonl")]
-    with pytest.raises(UsageError, match=r"--out .*a.jsonl cannot be a folder: File exists"):
+    with pytest.raises(UsageError, match=r"a.jsonl cannot be created: File exists; give another --out"):
         diff(*logs, "--out", logs[0])
     for module in ("reports.html", "reports.logdiff.page"):
         monkeypatch.delitem(sys.modules, module, raising=False)

@@ -317,6 +317,8 @@ def test_an_unknown_profile_lists_the_known_ones() -> None:
     known = ", ".join(profile_names())
     with pytest.raises(UsageError, match=rf"no profile 'slow'; known: {known}, or give a .toml file"):
         load_profile("slow")
+    with pytest.raises(UsageError, match=r"there is no profile 'slow\.toml' in /"):
+        load_profile("slow.toml")
     assert {"full", "gpu", "quick", "side-by-side"} <= set(profile_names())
 
 

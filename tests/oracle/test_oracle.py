@@ -254,6 +254,10 @@ def test_gradients_that_are_not_finite_are_an_error() -> None:
     model.weights["lm_head.weight"] *= 1e6
     with pytest.raises(ValueError, match=r"not finite in torch\.float16"):
         observe(BATCH, [model], Sft(), POLICIES["fp16"])
+    model = policy_model("llama")
+    model.weights["model.norm.weight"][0] = float("nan")
+    with pytest.raises(ValueError, match=r"weights that are not finite: model\.norm\.weight"):
+        observe(BATCH, [model], Sft(), FLOAT64)
 
 
 # Optimizers and clipping ------------------------------------------------------------------------------------

@@ -106,6 +106,15 @@ def test_a_folder_without_a_version_has_a_column_a_backend(tmp_path: Path) -> No
     assert {one.framework: one.version for one in found}["deepspeed"] == "0.19.2"  # as its records say
 
 
+def test_records_without_versions_are_published(tmp_path: Path) -> None:
+    out = write_sample(tmp_path / "toy-2.0")
+    for file in out.glob("cells/**/record.jsonl"):
+        header, *lines = file.read_text().splitlines()
+        kept = {key: value for key, value in json.loads(header).items() if key != "environment"}
+        file.write_text("\n".join([json.dumps(kept), *lines]) + "\n")
+    assert columns_of(out)[0].squares
+
+
 @pytest.mark.parametrize(("name", "ran"), [("deepspeed", "0.19.2"), ("two_words", "1.5")])
 def test_a_folder_of_another_version_is_refused(name: str, ran: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(RUN.environment, "two-words", "1.5")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -227,6 +228,18 @@ def test_lock_that_was_waited_for_holds_out_others(tmp_path: Path, monkeypatch: 
         pass
     leave.set()
     waiter.join()
+
+
+def test_a_folder_on_a_full_disk_is_told_and_left_free(tmp_path: Path) -> None:
+    """A limit of file sizes is a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(io.Unwritable, match="lock cannot be written"), owned(tmp_path, owner="one"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_run_begins_in_a_folder_with_a_dead_lock(
