@@ -132,7 +132,9 @@ def other_weights(phase: Record, scenario: Scenario) -> Iterator[tuple[int, str]
         if known is None:
             known = found
         elif shown:
-            other = sorted({name for before, now in zip(known, found, strict=True) for name in before - now})
+            other = sorted(
+                {name for before, now in zip(known, found, strict=True) for name in (before - now) & shown.keys()}
+            )
             yield number, f"observed other numbers than those of {', '.join(other[:3])}" if other else ""
 
 

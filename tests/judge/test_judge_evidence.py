@@ -58,6 +58,13 @@ def test_layers_compute_with_the_weights_that_are_shown(tmp_path: Path, precisio
     assert found(record, 1, operands(record, 0, "a", "b"), honest) == [(1, other)]
     assert found(record, 2, operands(record, 0, "a"), honest) == []  # weights after step 1 are not read
 
+    def frozen(step: int, values: Values, tensors: Tensors) -> None:
+        if step >= 0:
+            tensors.pop("weight/a")
+
+    record = write(tmp_path / "2", frozen, precision=precision)  # of a frozen model, which is shown as loaded alone
+    assert found(record, 1, operands(record, 1, "b"), operands(record, 1, "b")) == [(1, "")]
+
 
 def test_an_update_follows_from_the_cells_own_gradients_whatever_the_noise_allows(tmp_path: Path) -> None:
     def rounded(step: int, values: Values, tensors: Tensors) -> None:
