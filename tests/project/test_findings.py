@@ -63,8 +63,8 @@ def test_script_shows_the_defect(script: Path, request: pytest.FixtureRequest) -
     if (package := ON_GPUS.get(script.name)) and not is_installed(package):
         pytest.skip(f"needs {package}")
     family = script.stem.partition("_")[0]
-    if family in ("llamafactory", "openrlhf", "swift", "torchao", "trl", "verl", "vllm"):  # not in the environment
-        pytest.importorskip(family)
+    if family in ("bridge", "llamafactory", "openrlhf", "swift", "torchao", "trl", "verl", "vllm"):  # not installed
+        pytest.importorskip("megatron.bridge" if family == "bridge" else family)
     forker: Forker = request.getfixturevalue(family if family in ("deepspeed", "megatron") else "plain")
     done = forker.run(script, timeout=600 if script.name in ON_GPUS else 120)
     assert done.returncode == 0, f"{script.name}\n{done.stdout}\n{done.stderr}"
