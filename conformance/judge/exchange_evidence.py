@@ -106,7 +106,8 @@ def exchange_claims(
             gathered = step.moved(("all_gather",), in_forward, of_size(layout.sp))
             # ZeRO-3 gathers weights in the same pass, and maybe over the same ranks.
             weights = trained if stage == 3 and shards_of(layout) == layout.sp else 0
-            yield at_least("keys and values are gathered", gathered, weights + max(1, keys * layout.sp))
+            if not hides_keys(layout, stage):
+                yield at_least("keys and values are gathered", gathered, weights + max(1, keys * layout.sp))
             if layout.pp == 1:
                 yield below("keys and values go around no ring", sent, 1)
     if layout.sp * layout.ulysses > 1 and step.shows_tokens:
@@ -204,6 +205,11 @@ def hides_gathers(layout: Layout, step: Step) -> bool:
 def hides_passes(layout: Layout, step: Step, accumulation: int) -> bool:
     """Tells whether the gathers of Megatron-FSDP's ZeRO-3 may be those of kept weights, or of keys and values."""
     return accumulation == 1 or layout.gathers or hides_gathers(layout, step)
+
+
+def hides_keys(layout: Layout, stage: int | None) -> bool:
+    """Tells whether gathers of keys and values may be those of weights, some of which Megatron-FSDP keeps."""
+    return "mfsdp" in layout.options and stage == 3 and shards_of(layout) == layout.sp
 
 
 def gather_keys_again(layout: Layout) -> set[int]:

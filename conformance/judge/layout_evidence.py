@@ -368,12 +368,16 @@ def _of_shares(layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, s
         # that pure tensor parallelism would hold.
         share = part_of_weights(layout)
         most = sizes.weights * width * ((1 + share) / 2 if model == 1 else 1 / model)
-        if "mfsdp" in layout.options and model == 1:
+        kept = 0.0  # beside shares
+        if "mfsdp" in layout.options:
             # It keeps what lies outside of layers gathered, from 0.18 on also when gradients are ready; with padding.
             padding = (_padded(sizes.vocabulary, layout.tp) - sizes.vocabulary) * sizes.columns
-            most += (sizes.linear.outside + 2 * padding) * width * (1 + share) / 2
+            kept = (sizes.linear.outside + 2 * padding) * width
+        if model == 1:
+            most += kept * (1 + share) / 2
         held = ranks.held_weights()
-        if held:
+        # Of a small model, tensor-parallel ranks of Megatron-FSDP keep as much as whole weights would be.
+        if held and (model == 1 or not kept or kept + sizes.weights * width * share < sizes.weights * width):
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most
 
 

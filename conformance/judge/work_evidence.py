@@ -15,6 +15,7 @@ import torch
 from conformance.judge.exchange_evidence import (
     gather_keys_again,
     hides_gathers,
+    hides_keys,
     hides_passes,
     hides_whole_weights,
     keeps_weights,
@@ -214,7 +215,8 @@ def not_proven(
     yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)
     yield "leaf", "leaf" in options and (layout.world_size > layout.data or not linear.passes_all(layers))
     yield "linear layers and attention of TransformerEngine", "te" in options
-    yield "exchange of keys and values", layout.sp * layout.ulysses > 1 and not linear.keys
+    hidden = not linear.keys or (layout.gathers and hides_keys(layout, stage))
+    yield "exchange of keys and values", layout.sp * layout.ulysses > 1 and hidden
     yield "which rank has which rows", layout.data > 1 and not step.has_rows
     computed = layout.data == 1 or not step.has_rows or step.computed_rows(layout)
     yield "which rank computes which rows", not computed

@@ -47,6 +47,7 @@ def held(share_of_weights: float) -> list[list[int]]:
         ("dp2.zero3.offload", held(1), set()),
         ("dp2.zero3.mfsdp", held(1.45), set()),  # these matrices lie outside of layers, so whole and a share
         ("dp2.zero3.mfsdp", held(1.55), {WHOLE}),
+        ("dp2.tp2.zero3.mfsdp", held(0.5), set()),  # cannot be told from whole parts
     ],
 )
 def test_ranks_that_cut_weights_do_not_hold_whole_ones(

@@ -72,6 +72,8 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("MegatronDropsItsOptions", "dp2.zero1.overlap", "updated weights are gathered in the forward pass"),
         exhaustive("MegatronRunsPlainStages", "pp2.vpp2", "pipeline stages are interleaved"),
         slow("MegatronRunsStage0", "dp2.zero1", "updated weights are gathered"),
+        slow("MegatronShardsLess", "dp2.zero3.mfsdp", "layers are gathered for each forward and backward pass"),
+        exhaustive("MegatronShardsLess", "dp2.zero2.mfsdp", "gradients of every micro-batch are reduced"),
         exhaustive("MegatronRunsStage0", "dp2.tp2.zero1", "updated weights are gathered"),
         exhaustive("MegatronRunsStage0", "dp2.pp2.zero1", "updated weights are gathered"),
         exhaustive("DeepspeedRunsStage0", "dp2.tp2.zero1", "updated weights are gathered"),

@@ -169,6 +169,8 @@ def test_gradients_pass_what_is_behind_the_first_trained_parameter(trained: list
         ("dp2.zero3.mfsdp", gathers_in_passes(forward=1, backward=2, update=1), ""),  # the first is gathered before
         ("dp2.zero3.mfsdp", gathers_in_passes(forward=2, backward=0, update=1), PASSES),  # kept for backward passes
         ("sp2.zero3.mfsdp", gathers_in_passes(forward=1, backward=0, update=1), ""),  # beside keys and values
+        ("sp2.zero3.mfsdp", moves_little("all_gather", "forward"), ""),  # weights that are kept; not proven
+        ("sp2.zero1.mfsdp", moves_little("all_gather", "forward"), "keys and values are gathered"),
         ("dp2.rep2.sp2.ring.zero3", keeps, ""),
         ("dp2.rep2.sp2.ring.zero3", moves_little("all_gather", "backward"), AGAIN),
         ("dp2.rep2.sp2.zero3", moves_little("all_gather", "backward"), ""),  # keys and values may be gathered again
@@ -297,6 +299,7 @@ def test_masks_of_dropout_are_followed(ranks: list[list[Any]], claim: str | None
 
 
 STATES, ATTENTION = "bytes of optimizer states", "share of each rank in attention"
+KEYS = "exchange of keys and values"
 TOKENS, WHOLE = "which tokens each rank holds, and their order", "whole weights in the forward pass"
 
 
@@ -317,7 +320,7 @@ TOKENS, WHOLE = "which tokens each rank holds, and their order", "whole weights 
         ("sp2.ring.zero1.mfsdp.ckpt", {TOKENS, WHOLE, STATES, ATTENTION}),
         ("sp2.ring.zero3", {TOKENS, STATES, "bytes of gradients", ATTENTION}),
         ("sp2.zero3", {TOKENS, "weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
-        ("sp2.zero3.mfsdp", {TOKENS, "weights that are gathered again", STATES, "bytes of gradients", ATTENTION}),
+        ("sp2.zero3.mfsdp", {TOKENS, "weights that are gathered again", KEYS, STATES, "bytes of gradients", ATTENTION}),
         ("dp2.hpz2.sp2.zero3", {TOKENS, "second copy of the weights", STATES, "bytes of gradients", ATTENTION}),
         ("dp4.rep2.zero3", {STATES, "bytes of gradients", "which ranks are replicas"}),
         ("dp2.zero1.overlap", {STATES}),

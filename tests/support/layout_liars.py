@@ -123,6 +123,14 @@ class MegatronRunsPlainStages(RunsAnotherLayout, MegatronBackend):
         return dataclasses.replace(layout, vpp=1)
 
 
+class MegatronShardsLess(RunsAnotherLayout, MegatronBackend):
+    """Keeps weights whole where ZeRO-3 was requested, and gradients where ZeRO-2 was."""
+
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        return dataclasses.replace(layout, zero=(layout.zero or 1) - 1)
+
+
 class DeepspeedKeepsNoSecondCopy(RunsAnotherLayout, DeepspeedBackend):
     @staticmethod
     def instead(layout: Layout) -> Layout:
