@@ -24,6 +24,7 @@ from conformance.spec.conventions import (
     Float8Products,
     GenerationDenominator,
     MetricsByMicroBatch,
+    MuonEpsilon,
     RoundedMasters,
     RouterLossByMicroBatch,
     RouterLossSoFar,
@@ -182,6 +183,13 @@ class WithDecayOfAll(Variant):
         return True
 
 
+class WithMuonEpsilon(Variant):
+    """Adds the epsilon to the norm of Muon's momentum."""
+
+    def momentum_divisor(self, norm: Tensor, epsilon: float) -> Tensor:
+        return norm + epsilon
+
+
 class WithAdvantageEpsilon(Variant):
     """Divides by the standard deviation plus another epsilon."""
 
@@ -335,6 +343,7 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     WindowPerBlock: WithWindowPerBlock,
     LostEmbeddingGradient: lambda _: WithLostEmbeddingGradient(),
     DecaysAll: lambda _: WithDecayOfAll(),
+    MuonEpsilon: lambda _: WithMuonEpsilon(),
     AdvantageEpsilon: WithAdvantageEpsilon,
     BiasedWhitening: lambda _: WithBiasedWhitening(),
     CountEpsilon: WithCountEpsilon,

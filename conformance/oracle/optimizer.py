@@ -122,7 +122,7 @@ GAIN = COEFFICIENTS[0] ** ITERATIONS
 DRAWS = (1.0, 1.25, 1.5)  # factors by which other numbers are rounded
 
 
-def orthogonalized(matrix: torch.Tensor, *, half: bool) -> torch.Tensor:
+def orthogonalized(matrix: torch.Tensor, *, half: bool, variant: Variant = HONEST) -> torch.Tensor:
     """Moves the singular values of a matrix near to 1 by Newton-Schulz steps X <- a X + (b X X' + c (X X')^2) X.
 
     This is the function of https://kellerjordan.github.io/posts/muon/. It begins with X = matrix / its Frobenius norm,
@@ -136,7 +136,7 @@ def orthogonalized(matrix: torch.Tensor, *, half: bool) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = rounded(matrix.mT if is_tall else matrix)
-    x = rounded(x / rounded(x.norm()).clamp(min=SMALLEST))
+    x = rounded(x / variant.momentum_divisor(rounded(x.norm()), SMALLEST))
     for _ in range(ITERATIONS):
         gram = rounded(x @ x.mT)
         x = rounded(a * x + rounded(b * gram + c * gram @ gram) @ x)
@@ -152,8 +152,8 @@ class Muon:
     orthogonalization is rounded to bfloat16.
     """
 
-    def __init__(self, config: OptimizerConfig, *, half: bool) -> None:
-        self._config, self._half = config, half
+    def __init__(self, config: OptimizerConfig, variant: Variant = HONEST, *, half: bool) -> None:
+        self._config, self._variant, self._half = config, variant, half
         self._momentum: Weights = {}
         self._directions: Weights = {}
         self._steps = 0
@@ -164,7 +164,8 @@ class Muon:
         for name in gradients:
             direction = self._directions[name]
             rate = lr * self._factor(direction.shape)
-            updated[name] = self.kept(lr) * weights[name] - rate * orthogonalized(direction, half=self._half)
+            update = orthogonalized(direction, half=self._half, variant=self._variant)
+            updated[name] = self.kept(lr) * weights[name] - rate * update
         return updated
 
     def kept(self, lr: float) -> float:
@@ -216,7 +217,7 @@ def make_optimizer(
     """Makes the optimizer of a parameter. ``half``: Muon orthogonalizes in bfloat16, as libraries do."""
     if config.name == "sgd":
         return Sgd(config)
-    return Muon(config, half=half) if config.orthogonalizes(name, dims) else AdamW(config, variant)
+    return Muon(config, variant, half=half) if config.orthogonalizes(name, dims) else AdamW(config, variant)
 
 
 LARGEST = 65504.0  # finite number of float16

@@ -275,6 +275,10 @@ class Variant:
         """Returns the mini-batches of a rollout with the columns that updates read."""
         return batches
 
+    def momentum_divisor(self, norm: Tensor, epsilon: float) -> Tensor:
+        """Returns the number that Muon divides a momentum of this norm by before it is orthogonalized."""
+        return norm.clamp(min=epsilon)
+
     def advantage_epsilon(self, epsilon: float) -> float:
         """Returns what is added to the standard deviation of a group's rewards."""
         return epsilon

@@ -80,6 +80,21 @@ class DecaysAll(Convention):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class MuonEpsilon(Convention):
+    """Divides Muon's momentum by its norm plus 1e-7, instead of by the larger of both.
+
+    Below the exact tier this is less than the rounding of the update, so only cells of the exact tier have it.
+    """
+
+    kind: Literal["muon-epsilon"] = "muon-epsilon"
+    words: ClassVar[str] = "an epsilon added to the norm of Muon's momentum"
+    stage: ClassVar[str] = "clipped update"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        return self if scenario.optimizer.name == "muon" and scenario.tier.is_exact else None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdvantageEpsilon(Convention):
     """Adds ``value``, instead of 1e-6, to the standard deviation of a group's rewards."""
 
@@ -322,6 +337,7 @@ OracleConvention = (
     DecaysAll
     | AdvantageEpsilon
     | BiasedWhitening
+    | MuonEpsilon
     | CountEpsilon
     | SchedulePerRollout
     | GenerationDenominator
@@ -341,6 +357,7 @@ KNOWN: Conventions = (
     DecaysAll(),
     *(AdvantageEpsilon(value=value) for value in (1e-4, 1e-5, 1e-8, 1e-9)),
     BiasedWhitening(),
+    MuonEpsilon(),
     *(CountEpsilon(whitening=whitening) for whitening in (False, True)),
     SchedulePerRollout(),
     GenerationDenominator(),

@@ -9,7 +9,7 @@ from typing import ClassVar
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
 from conformance.core.errors import UsageError
 from conformance.core.packages import UnsupportedVersion, is_installed, package_version
-from conformance.spec.conventions import RoundedMasters, model_config
+from conformance.spec.conventions import MuonEpsilon, RoundedMasters, model_config
 from conformance.spec.known_defects import DividedGradients, ExpectedDifference, Unmodelled
 from conformance.spec.layout import Layout
 from conformance.spec.precision import BF16, F16, F32, HALF_PRECISIONS
@@ -123,10 +123,8 @@ class DeepspeedBackend(ReferenceBackend):
         *SCHEDULES,
     )
     expected = EXPECTED
-    lacking_optimizers: ClassVar = {
-        "muon": "at ZeRO 1 to 3 DeepSpeed reports and clips by the norm of the orthogonalized updates, which is not "
-        "modelled (docs/findings/deepspeed-muon-norm.md)"
-    }
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw", "muon")
+    conventions: ClassVar = (MuonEpsilon(),)
     seams: ClassVar[dict[str, str]] = {
         **SHARED_SEAMS,
         **HUGGING_FACE_SEAMS,
@@ -147,6 +145,7 @@ class DeepspeedBackend(ReferenceBackend):
         "forget_overflow": "impl.deepspeed.model:forget_overflow",
         "routers_of": "impl.deepspeed.model:routers_of",
         "summing_dtype": "impl.deepspeed.config:summing_dtype",
+        "update_by_muon": "deepspeed.runtime.zero.muon.muon_optimizer:muon_update",
     }
 
     @classmethod
@@ -166,6 +165,8 @@ class DeepspeedBackend(ReferenceBackend):
                 "DeepSpeed's groups for hpZ mix parts of tensor parallelism (docs/findings/deepspeed-hpz-autotp.md), "
                 "and this is not modelled; leave shipped out"
             )
+        if scenario.optimizer.name == "muon" and (refused := _muon_support(scenario, layout)):
+            return Unsupported(refused)
         if foreign := [option for option in layout.options if option not in _OPTIONS]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if "offload" in layout.options and layout.zero == 0:
@@ -243,3 +244,19 @@ class DeepspeedBackend(ReferenceBackend):
         except UsageError as error:
             return Unsupported(str(error))
         return Supported()
+
+
+def _muon_support(scenario: Scenario, layout: Layout) -> str:
+    """Explains why DeepSpeed's Muon cannot train in a layout; empty if it can."""
+    if zero_stage(layout) > 0:
+        return (
+            "at ZeRO 1 to 3 DeepSpeed's Muon reports and clips by the norm of the orthogonalized updates, which is not "
+            "modelled (docs/findings/deepspeed-muon-norm.md); use zero0"
+        )
+    if "ownopt" not in layout.options:
+        return "DeepSpeed builds Muon from its configuration; add the layout option ownopt, or use fsdp2 for torch's"
+    if not scenario.optimizer.nesterov or scenario.optimizer.adjust_lr != "original":
+        return "DeepSpeed's Muon has Nesterov momentum, and the factor 'original' of the learning rate; set these"
+    if layout.tp > 1 or scenario.tier.is_half or sum(role.trained for role in scenario.objective.roles) > 1:
+        return "DeepSpeed's Muon beside tp, in half precision and for two models is not built in; use dp and fp32"
+    return ""

@@ -10,6 +10,7 @@ the process ends (docs/findings/deepspeed-autotp-context.md); copies in host mem
 """
 
 import contextlib
+import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -267,7 +268,20 @@ def _optimizer(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, A
         return {"type": "SGD", "params": {"lr": optimizer.lr, "momentum": optimizer.momentum}}
     params = {"lr": optimizer.lr, "betas": list(optimizer.betas), "eps": optimizer.eps}
     plain = config.device == "cpu" or config.tier.is_exact
+    if optimizer.name == "muon":
+        params |= {"momentum": optimizer.momentum}
+        run_muon_uncompiled()
+        return {"type": "Muon", "params": params | ({"torch_adam": True} if plain else {})}
     return {"type": "AdamW", "params": params | ({"torch_adam": True} if plain else {})}
+
+
+def run_muon_uncompiled() -> None:
+    """Replaces the compiled functions of DeepSpeed's Muon, which take minutes on a CPU, by their code."""
+    from deepspeed.runtime.zero.muon import original_muon
+
+    for name in ("zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz"):
+        function = getattr(original_muon, name)
+        setattr(original_muon, name, inspect.unwrap(function))
 
 
 def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:

@@ -78,6 +78,7 @@ SEAMS: Mapping[str, str] = {
     "clip_threshold": "(max_norm or None) -> max_norm for a library that clips by itself; None disables clipping",
     "create_optimizer": "(trainable, model, config) -> optimizer of torch, or of the library around one of torch",
     "optimizer_step": "(trainable) -> norm: clips, updates, advances schedule and loss scale",
+    "update_by_muon": "(gradient, momentum, *, beta, ...) -> what DeepSpeed's Muon updates a matrix by",
     "orthogonalize": "(matrix, coefficients, steps, eps) -> the matrix that Muon updates by",
     "adjust_rate": "(learning rate, name of the adjustment, shape) -> learning rate of a matrix under Muon",
     "restore_state": "(Muon beside AdamW, state): takes the state of a checkpoint",

@@ -77,6 +77,7 @@ ROUNDING = _where(lambda p: p.is_exact, "float64 stands for every dtype in the e
 COARSE = _where(lambda p: not p.is_exact, "below the exact tier float8 amplifies rounding, which hides the fault")
 REPLAY = _where(lambda p: p.is_exact, "in the exact tier backends choose experts by themselves")
 OWN_CHOICES = _where(lambda p: not p.is_exact, "below the exact tier backends are given the choices of experts")
+WITHOUT_HALF = _where(lambda p: p.is_half, "DeepSpeed's Muon is not built in for half precision")
 HALF = _where(lambda p: not p.is_half, "the fault acts in half precision only")
 FULL = _where(
     lambda p: p.is_half,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from conformance.backends.faults import Function
-from impl.faults.declaration import BF16, FP16, HALF, OFFLOADED, ROUNDING, Faults, sft
+from impl.faults.declaration import BF16, FP16, HALF, OFFLOADED, ROUNDING, WITHOUT_HALF, Faults, sft
 
 ENGINE_FAULTS = Faults(blind=("loss",))
 OPTIMIZER_FAULTS = Faults(blind=("loss",))
@@ -268,6 +268,17 @@ def orthogonalized_shards(orthogonalize: Function, matrix: Any, *options: Any) -
 )
 def not_orthogonalized(orthogonalize: Function, matrix: Any, *options: Any) -> Any:
     return matrix.clone()
+
+
+@OPTIMIZER_FAULTS.add(
+    summary="without ZeRO, DeepSpeed's Muon steps by the gradient, which no ZeRO optimizer has orthogonalized",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/8441",
+    stage="weights after N steps",
+    cells=sft("sft-muon", "llama", deepspeed="dp2.zero0.ownopt", only=WITHOUT_HALF),
+    needs="DeepSpeed's Muon at zero0",
+)
+def muon_without_zero_is_sgd(update_by_muon: Function, gradient: Any, *_: Any, **options: Any) -> Any:
+    return gradient
 
 
 @OPTIMIZER_FAULTS.add(

@@ -276,6 +276,13 @@ def test_frozen_parameters_are_refused_where_they_would_be_rounded(session: Sess
     assert "has no float32 master" in verdict.reason
 
 
+@pytest.mark.slow
+def test_own_muon_without_zero(session: Session) -> None:
+    """DeepSpeed clips gradients before its Muon at ZeRO-0, and adds an epsilon to the norm of the momentum."""
+    verdict = assert_honest(session, cell_of("deepspeed", "sft-muon", "llama", "dp2.zero0.ownopt", "exact"))
+    assert [str(one) for one in verdict.conventions] == ["MuonEpsilon"]
+
+
 def test_muon_is_refused_with_the_reason(session: Session) -> None:
     verdict = session.run(cell_of("deepspeed", "sft-muon", "llama", "dp2", "exact")).verdict
     assert verdict.state == "unsupported"
