@@ -10,6 +10,7 @@ from cells import exhaustive, ranks_of
 from conftest import make_cell
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.core.host import resolve
@@ -18,7 +19,7 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.attention import packed_attention
 from conformance.runtime import Device, Pool
 from conformance.spec.batch import Column, Document, Row
-from impl.context_parallel import reference_kernel
+from impl.context_parallel import flash_attn_shim, reference_kernel
 from impl.context_parallel.ring_attention import NAME, Ring, register
 from impl.context_parallel.sequence_sharding import SplitMode, place, restore, shard_inputs
 from impl.interface.micro_batches import NO_TARGET, MicroBatch, collate
@@ -177,6 +178,26 @@ def test_the_plain_kernels_backward_is_the_derivative_of_its_forward(causal: boo
         found = reference_kernel.backward(dout, q, k, v, out, lse, scale=0.3, window=window)
     for x, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(x, reference, rtol=1e-12, atol=1e-13)
+
+
+def test_plain_attention_is_one_operator_for_a_dispatch_mode() -> None:
+    """The watch of a rank is called for each operator, and costs more than most products of a tiny model."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(5, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    starts, options = torch.tensor([0, 2, 5]), (0.0, 0.3, True)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    with Names():  # type: ignore[no-untyped-call]
+        out, lse, _, _ = flash_attn_shim._flash_attn_varlen_forward(q, k, v, starts, starts, 3, 3, *options)
+        flash_attn_shim._flash_attn_varlen_backward(q, q, k, v, out, lse, dq, dk, dv, starts, starts, 3, 3, *options)
+    assert names == ["parity::attention", "parity::attention_backward", *["aten::copy_"] * 3]
+    torch.testing.assert_close(out, packed_attention(q, k, v, lengths=[2, 3], scale=0.3), rtol=1e-14, atol=1e-15)
 
 
 SPLITS: list[tuple[SplitMode, bool]] = [("slices", False), ("documents", False), ("documents", True), ("rows", True)]
