@@ -5,6 +5,7 @@ papers. All numbers are in ``stable``, the dtype of softmax and losses. Columns 
 lose no precision.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -25,6 +26,7 @@ from conformance.spec.batch import GIVEN, Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 
+TINY = 1e-30  # a lower clip of 0 is no clip
 Responses = list[list[Tensor]]  # by mini-batch and document: one number for each token of the response
 
 
@@ -32,6 +34,7 @@ class ResponseFunctions:
     """Computes what GRPO and PPO have in common, one response after another."""
 
     variant: Variant = HONEST
+    near: float = 0.0  # see Policy
 
     def __init__(self, objective: PolicyGradient) -> None:
         self.objective = objective
@@ -174,11 +177,19 @@ class ResponseFunctions:
                 assert self.objective.loss_scale_factor is not None
                 return 1 / sequences / self.objective.loss_scale_factor
 
+    def _beyond_clips(self, logprobs: Tensor, old: Tensor) -> Tensor:
+        """Moves each log-ratio that is nearer than ``near`` to a clip to its other side."""
+        for bound in (1 - self.objective.clip_ratio_low, 1 + self.objective.clip_ratio_high) if self.near else ():
+            log_ratio, clip = (logprobs - old).detach(), math.log(max(bound, TINY))
+            other = torch.where(log_ratio.exp() > bound, clip - self.near, clip + self.near)
+            logprobs = logprobs + (other - log_ratio).where((log_ratio - clip).abs() < self.near, 0.0)
+        return logprobs
+
     def of_policy(self, logprobs: Tensor, entropy: Tensor, document: Document, totals: Totals) -> Term:
         """Computes the policy's term from log-probs and entropies of the response's tokens, (targets,) each."""
         o, stable = self.objective, logprobs.dtype
         old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
-        policy = LOSS_MODES[o.loss_mode](logprobs, old, advantage, o)
+        policy = LOSS_MODES[o.loss_mode](self._beyond_clips(logprobs, old), old, advantage, o)
         losses, ratio = policy.losses, policy.ratio
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)

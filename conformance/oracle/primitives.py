@@ -31,7 +31,8 @@ class Policy:
     and optimizer. fused: use torch's attention kernel, which most backends run below the exact tier and which rounds
     differently from the plain formula. tokens: the least number of tokens in a product with a layer's matrix; missing
     tokens are filled with zeros (in_products_of). lookups: the number of micro-batches of a step, each of which adds up
-    the gradients of its embeddings at once (OneLookup); 0: each document does.
+    the gradients of its embeddings at once (OneLookup); 0: each document does. near: log-ratios that are nearer to a
+    clip are taken for ones on its other side.
     """
 
     compute: torch.dtype
@@ -39,6 +40,7 @@ class Policy:
     fused: bool = False
     tokens: int = 0
     lookups: int = 0
+    near: float = 0.0
 
     @property
     def before_updates(self) -> "Policy":

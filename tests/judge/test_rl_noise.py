@@ -16,7 +16,7 @@ from conformance.judge.direction import Directions
 from conformance.judge.measurements import _of_terms, _Start, _step
 from conformance.judge.tensor_views import StepViews
 from conformance.oracle.policy_gradient import GrpoFunctions
-from conformance.oracle.run import run_oracle
+from conformance.oracle.run import NEAR, run_oracle
 from conformance.records.header_checks import noise_runs
 from conformance.records.step_tensors import read_record
 from conformance.spec.batch import Document, read_batches
@@ -52,6 +52,26 @@ def test_the_noise_of_a_loss_is_that_of_its_tokens_where_all_ratios_are_1() -> N
     estimates = torch.tensor([_of_terms({"0": found}, {"0": terms}, unit=1.0) for _, found in wrong])
     assert 0.7 < estimates.square().mean().sqrt() / errors.square().mean().sqrt() < 1.4
     assert estimates.min() > 0.5 * estimates.max(), "no draw is lucky"
+
+
+def test_the_further_noise_run_decides_the_other_way_where_rounding_decides_about_a_clip() -> None:
+    """Of four tokens at the upper clip, two are within the rounding of float32, one of them beyond it."""
+    objective = Grpo(clip_ratio_high=0.2)
+    ratios = torch.tensor([1.2 - 1e-6, 1.2 + 1e-6, 1.2 - 1e-4, 1.2 + 1e-4])
+    columns = {"old_logprob": (0.0,) * 5, "advantage": (1.0,) * 5}
+    document = Document((0,) * 5, (False, *(True,) * 4), columns)
+
+    def found(near: float) -> tuple[float, list[bool]]:
+        functions = GrpoFunctions(objective)
+        functions.near = near
+        logprobs = ratios.log().requires_grad_()
+        term = functions.of_policy(logprobs, torch.zeros(4), document, {"token_count": 4.0, "sequence_count": 1.0})
+        assert term.loss is not None
+        (gradient,) = torch.autograd.grad(term.loss, logprobs)
+        return term.values["pg_clipfrac"], (gradient != 0).tolist()
+
+    assert found(0.0) == (0.5, [True, False, True, False])
+    assert found(NEAR) == (0.5, [False, True, True, False])
 
 
 def test_the_noise_of_a_sum_knows_that_tokens_of_a_row_err_in_one_direction() -> None:
