@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from plain_backend import Plain
@@ -38,26 +38,25 @@ models = ["llama"]
 layouts = ["dp1", "dp2"]
 precisions = ["fp32"]
 """
+BROKEN = "PARITY_TEST_BROKEN"
 FIRST, SECOND = "tiny/llama/flaky/dp1/fp32", "tiny/llama/flaky/dp2/fp32"
 
 
 class Flaky(Plain):
-    """Fails when it is asked about a layout of ``broken``."""
-
-    broken: ClassVar[set[str]] = set()
+    """Fails when it is asked about the layout that the variable BROKEN names."""
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        if str(layout) in cls.broken:
+        if str(layout) == os.environ.get(BROKEN):
             raise ConnectionError("the machine is away")
         return super().supports(scenario, layout)
 
 
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_there", {})  # the adapter's process is forked in the test, which may break it
+    monkeypatch.setattr(registry, "_there", {})  # the adapter's process starts in the test, which may break it
     yield
-    Flaky.broken.clear()
+    os.environ.pop(BROKEN, None)
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +71,10 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def run(chosen: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run whose first cell failed."""
     registry._there.clear()
-    Flaky.broken.add("dp1")
+    os.environ[BROKEN] = "dp1"
     out = tmp_path_factory.mktemp("run") / "out"
     assert cli.main(["run", *chosen, "--out", str(out)]) == 3
-    Flaky.broken.clear()
+    os.environ.pop(BROKEN, None)
     return out
 
 
@@ -147,13 +146,13 @@ def test_a_run_that_was_killed_goes_on_from_the_verdicts_that_it_wrote(
 
 def test_a_verdict_whose_record_is_damaged_counts_as_failed(chosen: list[str], out: Path) -> None:
     next(out.glob("cells/*dp2*/legs/0/record/record.jsonl")).unlink()
-    Flaky.broken.add("dp2")
+    os.environ[BROKEN] = "dp2"
     assert cli.main(["run", *chosen, "--resume", str(out)]) == 3
     assert states(out) == {FIRST: "conforms", SECOND: "infrastructure"}
 
 
 def test_the_first_failure_ends_a_run_that_is_asked_to(chosen: list[str], tmp_path: Path) -> None:
-    Flaky.broken.add("dp1")
+    os.environ[BROKEN] = "dp1"
     assert cli.main(["run", *chosen, "--fail-fast", "--out", str(tmp_path / "out")]) == 3
     assert states(tmp_path / "out") == {FIRST: "infrastructure", SECOND: "not_run"}
     assert read_run(tmp_path / "out")[0].finished is None

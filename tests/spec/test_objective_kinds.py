@@ -10,7 +10,6 @@ from pydantic.dataclasses import dataclass
 
 import conformance.oracle.objectives
 import impl.objectives.policy_gradient
-from conformance.backends import registry
 from conformance.backends.protocol import BackendEntry, BackendInfo, Supported
 from conformance.cli import main as cli
 from conformance.core.errors import STRICT, UsageError
@@ -167,26 +166,33 @@ def test_the_command_line_says_so_in_one_message(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("objectives", [None, ("sft",), {"sft": object()}])
-def test_a_kind_that_the_backend_does_not_know_is_unsupported_by_name(
-    objectives: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_there", {})  # the adapter's process is forked after this change of its class
-    if objectives is not None:
-        monkeypatch.setattr(Willing, "objectives", objectives, raising=False)
-    cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=WILLING, objective=toy_objectives.WeightedSft())
+class OfSft(Willing):
+    objectives = ("sft",)
+
+
+class OfTable(Willing):
+    objectives: ClassVar[Any] = {"sft": object()}
+
+
+class OfToys(Willing):
+    objectives = ("toy_objectives:WeightedSft",)
+
+
+@pytest.mark.parametrize("adapter", [Willing, OfSft, OfTable])
+def test_a_kind_that_the_backend_does_not_know_is_unsupported_by_name(adapter: type[Willing], tmp_path: Path) -> None:
+    entry = BackendEntry(name="willing", target=f"test_objective_kinds:{adapter.__name__}")
+    cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=entry, objective=toy_objectives.WeightedSft())
     with Session(SessionConfig(out=tmp_path)) as session:
-        assert not session.refusal(make_cell("sft-sgd", "llama", "dp1", "exact", backend=WILLING))
+        assert not session.refusal(make_cell("sft-sgd", "llama", "dp1", "exact", backend=entry))
         verdict = session.run(cell).verdict
     assert verdict.state == "unsupported"
     assert verdict.reason == "willing does not train the objective 'toy_objectives:WeightedSft'"
     assert not list(tmp_path.glob("cells/*/legs"))
 
 
-def test_a_kind_that_the_backend_knows_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_there", {})
-    monkeypatch.setattr(Willing, "objectives", ("toy_objectives:WeightedSft",), raising=False)
-    cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=WILLING, objective=toy_objectives.WeightedSft())
+def test_a_kind_that_the_backend_knows_is_run(tmp_path: Path) -> None:
+    entry = BackendEntry(name="willing", target=f"test_objective_kinds:{OfToys.__name__}")
+    cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=entry, objective=toy_objectives.WeightedSft())
     with Session(SessionConfig(out=tmp_path)) as session:
         assert not session.refusal(cell)
 
