@@ -273,7 +273,7 @@ def not_orthogonalized(orthogonalize: Function, matrix: Any, *options: Any) -> A
 @OPTIMIZER_FAULTS.add(
     summary="without ZeRO, DeepSpeed's Muon steps by the gradient, which no ZeRO optimizer has orthogonalized",
     source="https://github.com/deepspeedai/DeepSpeed/issues/8441",
-    stage="weights after N steps",
+    stage="clipped update",
     cells=sft("sft-muon", "llama", deepspeed="dp2.zero0.ownopt", only=WITHOUT_HALF),
     needs="DeepSpeed's Muon at zero0",
 )

@@ -60,6 +60,7 @@ BELOW: dict[str, PrecisionName] = {
 # Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
 LATER = {
     "rate-of-transposed": 2,
+    "muon-without-zero-is-sgd": 2,
     "schedule-per-micro-batch": 2,
     "clip-always": 3,
     "default-betas": 2,
