@@ -102,16 +102,14 @@ def noisiest(
     """Returns the larger error of the single-process runs for every quantity, with the largest effect of its parts.
 
     If a further run is too noisy in a quantity, or in a gradient and so in what follows from parts, the first run alone
-    counts; in fp32, where only a decision within rounding makes that much noise (Policy.near), no cell can be judged.
-    ``gradients`` and ``amplified``: see allowed_errors.
+    counts. ``gradients`` and ``amplified``: see allowed_errors.
     """
     found: dict[Key, Measurement] = {}
     for number, run in enumerate(runs):
         judged = may_be_judged_by(run, precision, gradients)
         exempt = amplified if judged else frozenset()
         for q in run:
-            is_dropped = _too_noisy(q, precision, gradients, exempt) or (q.typical and not judged)
-            if number and PRECISIONS[precision].is_half and is_dropped:
+            if number and (_too_noisy(q, precision, gradients, exempt) or (q.typical and not judged)):
                 continue
             largest = max(found.get(q.key, q), q, key=lambda m: m.error)
             found[q.key] = replace(largest, typical=max(found.get(q.key, q).typical, q.typical))

@@ -46,13 +46,15 @@ from conformance.judge.tolerance import (
 )
 from conformance.numerics.sketch import is_part, is_projected
 from conformance.oracle.defects import variant_of
+from conformance.oracle.primitives import UNDECIDED
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import NOT_SEEN, Quantity, State, Verdict
 from conformance.spec.batch import Batch
 from conformance.spec.conventions import Convention
 from conformance.spec.known_defects import Defect, parse_defects
-from conformance.spec.observables import Observable, is_unread, stages
+from conformance.spec.observables import CONFIGURATION, Observable, is_unread, stages
+from conformance.spec.precision import PrecisionName
 
 
 def unobserved(
@@ -224,12 +226,24 @@ def judge(
     notes += [f"not proven: {', '.join(listed)}"] if listed else []
     notes += _sketched(oracle.loaded.names())
     if verdict.findings:
+        _check_decided(verdict, noise, precision)
         more = [*circumstances(quantities, phases, observables), *notes]
         return replace(verdict, state="differs", reason=_difference(verdict, more))
     lost, remarks = unobserved(phases, quantities, observables)
     more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *notes]
     state: State = "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the reference", *more]))
+
+
+def _check_decided(verdict: Verdict, noise: Sequence[Record], precision: PrecisionName) -> None:
+    """Raises RecordError if all differences may follow from ratios that rounding takes to either side of a clip."""
+    counts = {step.step: count for run in noise for step in run.steps if (count := step.value(UNDECIDED))}
+    first = min(counts, default=0)
+    if counts and all(f.step >= first and f.stage != CONFIGURATION.stage for f in verdict.findings):
+        raise RecordError(
+            f"at step {first}, {counts[first]:.0f} of the ratios are so near to a clip that {precision} may round them "
+            "to either side, and what differs follows from that; run the cell in the exact tier"
+        )
 
 
 def _judged_rows(measured: Iterable[Measurement], coarse: bool) -> list[Measurement]:

@@ -21,7 +21,7 @@ from conformance.oracle.loss_terms import (
     target_logprobs,
     target_positions,
 )
-from conformance.oracle.primitives import HONEST, Variant
+from conformance.oracle.primitives import HONEST, UNDECIDED, Variant
 from conformance.spec.batch import GIVEN, Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
@@ -177,19 +177,22 @@ class ResponseFunctions:
                 assert self.objective.loss_scale_factor is not None
                 return 1 / sequences / self.objective.loss_scale_factor
 
-    def _beyond_clips(self, logprobs: Tensor, old: Tensor) -> Tensor:
-        """Moves each log-ratio that is nearer than ``near`` to a clip to its other side."""
+    def _beyond_clips(self, logprobs: Tensor, old: Tensor) -> tuple[Tensor, int]:
+        """Moves each log-ratio that is nearer than ``near`` to a clip to its other side, and counts them."""
+        count = 0
         for bound in (1 - self.objective.clip_ratio_low, 1 + self.objective.clip_ratio_high) if self.near else ():
             log_ratio, clip = (logprobs - old).detach(), math.log(max(bound, TINY))
+            is_near = (log_ratio - clip).abs() < self.near
             other = torch.where(log_ratio.exp() > bound, clip - self.near, clip + self.near)
-            logprobs = logprobs + (other - log_ratio).where((log_ratio - clip).abs() < self.near, 0.0)
-        return logprobs
+            logprobs, count = logprobs + (other - log_ratio).where(is_near, 0.0), count + int(is_near.sum())
+        return logprobs, count
 
     def of_policy(self, logprobs: Tensor, entropy: Tensor, document: Document, totals: Totals) -> Term:
         """Computes the policy's term from log-probs and entropies of the response's tokens, (targets,) each."""
         o, stable = self.objective, logprobs.dtype
         old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
-        policy = LOSS_MODES[o.loss_mode](self._beyond_clips(logprobs, old), old, advantage, o)
+        moved, undecided = self._beyond_clips(logprobs, old)
+        policy = LOSS_MODES[o.loss_mode](moved, old, advantage, o)
         losses, ratio = policy.losses, policy.ratio
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)
@@ -212,6 +215,7 @@ class ResponseFunctions:
         }
         values = {key: terms.sum().item() for key, terms in parts.items()}
         values |= {key: (of_metric * numbers.sum()).item() for key, numbers in means.items()}
+        values |= {UNDECIDED: float(undecided)} if undecided else {}
         rows |= {terms_of(key): terms for key, terms in parts.items()}
         rows |= {"approx_kl": policy.approx_kl, "old_logprob": old}
         if not o.recompute_old_logprobs:

@@ -20,6 +20,7 @@ from conformance.spec.batch import Batch, Document, Row
 
 Weights = dict[str, Tensor]
 UNNAMED = "(unnamed) "  # prefix of trained tensors that are in no folder and in no record
+UNDECIDED = "undecided_clips"  # value of a further noise run: how many ratios were taken to the other side of a clip
 UNNAMED_NORM = "unnamed_grad_norm"  # value of a step: the 2-norm of the gradients of unnamed tensors
 
 

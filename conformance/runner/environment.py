@@ -38,12 +38,17 @@ def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
         "gpus": _gpus(),
         **({RANKS_PER_GPU: ranks_per_gpu} if ranks_per_gpu > 1 else {}),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.device_count() else None,
+        "nccl": _nccl(),
         **{name: package_version(name) for name in (*PACKAGES, *filter(is_installed, WHERE_INSTALLED))},
         "backend-parity": conformance.__version__,
         COMMIT: commit(PACKAGE.parent),
         **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
+
+
+def _nccl() -> str | None:
+    is_there = torch.distributed.is_nccl_available() and torch.cuda.device_count()
+    return ".".join(map(str, torch.cuda.nccl.version())) if is_there else None
 
 
 def commit(checkout: Path) -> str | None:

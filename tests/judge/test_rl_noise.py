@@ -16,6 +16,7 @@ from conformance.judge.direction import Directions
 from conformance.judge.measurements import _of_terms, _Start, _step
 from conformance.judge.tensor_views import StepViews
 from conformance.oracle.policy_gradient import GrpoFunctions
+from conformance.oracle.primitives import UNDECIDED
 from conformance.oracle.run import NEAR, run_oracle
 from conformance.records.header_checks import noise_runs
 from conformance.records.step_tensors import read_record
@@ -68,10 +69,10 @@ def test_the_further_noise_run_decides_the_other_way_where_rounding_decides_abou
         term = functions.of_policy(logprobs, torch.zeros(4), document, {"token_count": 4.0, "sequence_count": 1.0})
         assert term.loss is not None
         (gradient,) = torch.autograd.grad(term.loss, logprobs)
-        return term.values["pg_clipfrac"], (gradient != 0).tolist()
+        return term.values.get(UNDECIDED, 0.0), (gradient != 0).tolist()
 
-    assert found(0.0) == (0.5, [True, False, True, False])
-    assert found(NEAR) == (0.5, [False, True, True, False])
+    assert found(0.0) == (0.0, [True, False, True, False])
+    assert found(NEAR) == (2.0, [False, True, True, False])
 
 
 def test_the_noise_of_a_sum_knows_that_tokens_of_a_row_err_in_one_direction() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import worker_group_tasks
 from conftest import make_cell
 from worker_group_helpers import group_config, is_dead_soon, results
 
@@ -112,7 +113,10 @@ def test_what_another_run_has_leased_is_waited_for_and_then_told(pool: Pool, tmp
 
 @pytest.mark.parametrize(
     ("variables", "of_user", "expected"),
-    [({}, {}, ("Socket", "=lo")), ({"NCCL_NET": "IB"}, {"NCCL_SOCKET_IFNAME": "eth7"}, ("IB", "eth7"))],
+    [
+        ({}, {}, ("Socket", "=lo")),
+        pytest.param({"NCCL_NET": "IB"}, {"NCCL_SOCKET_IFNAME": "eth7"}, ("IB", "eth7"), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_ranks_that_share_a_gpu_keep_the_network_of_their_environment(
     variables: dict[str, str],
@@ -122,6 +126,7 @@ def test_ranks_that_share_a_gpu_keep_the_network_of_their_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(worker_group_tasks.__file__).parent))  # for ranks in an environment
     for name in ("NCCL_NET", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in of_user.items():

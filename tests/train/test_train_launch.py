@@ -50,11 +50,15 @@ pathlib.Path(sys.argv[1], "saved" + os.environ["RANK"]).write_text(" ".join(aske
 """
 # The second rank computes, and the first one waits for it.
 WAITS = """
-import os, time
+import os, sys, time
+from pathlib import Path
 from impl.interface.distributed import limited_waits, on_first
 def computes():
     time.sleep(60)
-with limited_waits(1.0, device="cpu"):
+Path(sys.argv[1], os.environ["RANK"]).touch()
+while len(os.listdir(sys.argv[1])) < 2:
+    time.sleep(0.01)
+with limited_waits(3.0, device="cpu"):
     computes() if os.environ["RANK"] == "1" else on_first("writing a file", print)
 """
 LAUNCH = "import sys; from impl.train.launch import run_ranks; sys.exit(run_ranks(sys.argv[1:], ranks=2, device='cpu'))"
@@ -133,10 +137,12 @@ def test_the_rank_that_failed_is_told_and_the_others_are_ended(
     assert "not this" not in told
 
 
-def test_a_wait_that_is_too_long_ends_all_and_names_both_sides(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks(python(WAITS), ranks=2, device="cpu") == 1
+def test_a_wait_that_is_too_long_ends_all_and_names_both_sides(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(python(WAITS, tmp_path), ranks=2, device="cpu") == 1
     told = capfd.readouterr().err
-    assert "no answer of other ranks for 1 s (--ddp-timeout)\n  rank 0: writing a file, in a collective" in told
+    assert "no answer of other ranks for 3 s (--ddp-timeout)\n  rank 0: writing a file, in a collective" in told
     assert re.search(r"^  rank 1: in computes ", told, re.M), told
 
 
