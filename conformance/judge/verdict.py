@@ -12,7 +12,7 @@ backend names the pieces of its ranks, and no two of them are the same.
 import math
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from conformance.judge.tolerance import (
 )
 from conformance.numerics.sketch import is_part, is_projected
 from conformance.oracle.defects import variant_of
-from conformance.oracle.primitives import UNDECIDED
+from conformance.oracle.primitives import NEAR_CLIP
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import NOT_SEEN, Quantity, State, Verdict
@@ -165,6 +165,8 @@ def judge(
     # A value near a tie of a coarse format rounds either way, and moves its neighbours past further ties.
     coarse = not scenario.tier.is_exact and any(isinstance(one, Convention) and one.coarse for one in defects)
     limited = frozenset[str]() if coarse else gradients
+    near = near_clips(noise)
+    noise = [run for run in noise if not near_clips([run])]  # what it shows is not rounding
     runs = [_judged_rows(measure([run], oracle, without_rows=without_rows), coarse) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, limited)]
@@ -199,6 +201,7 @@ def judge(
     order = {stage: i for i, stage in enumerate(stages(observables))}
     found.sort(key=lambda m: (m.step, order[m.stage], backward_place(m.tensor) if m.stage in gradients else ()))
     facts = facts_of_steps(phases, oracle, scenario, observables)
+    check_decided([m for m in found if m.error > bounds[m.key]], near, observables, precision)
     quantities = without_bare_factors([_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found])
     strips = tuple(m.strip for m in found if m.strip)
     author = second_class_of(oracle)
@@ -226,7 +229,6 @@ def judge(
     notes += [f"not proven: {', '.join(listed)}"] if listed else []
     notes += _sketched(oracle.loaded.names())
     if verdict.findings:
-        _check_decided(verdict, noise, precision)
         more = [*circumstances(quantities, phases, observables), *notes]
         return replace(verdict, state="differs", reason=_difference(verdict, more))
     lost, remarks = unobserved(phases, quantities, observables)
@@ -235,14 +237,30 @@ def judge(
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the reference", *more]))
 
 
-def _check_decided(verdict: Verdict, noise: Sequence[Record], precision: PrecisionName) -> None:
-    """Raises RecordError if all differences may follow from ratios that rounding takes to either side of a clip."""
-    counts = {step.step: count for run in noise for step in run.steps if (count := step.value(UNDECIDED))}
-    first = min(counts, default=0)
-    if counts and all(f.step >= first and f.stage != CONFIGURATION.stage for f in verdict.findings):
+def near_clips(noise: Sequence[Record]) -> dict[int, int]:
+    """Returns how many ratios are so near to a clip that rounding decides about them, by step; none without any."""
+    return {step.step: int(count) for run in noise for step in run.steps if (count := step.value(NEAR_CLIP))}
+
+
+def check_decided(
+    beyond: Sequence[Measurement], near: Mapping[int, int], observables: Sequence[Observable], precision: PrecisionName
+) -> None:
+    """Raises RecordError if all that is ``beyond`` its bound may follow from ratios that rounding takes to either side
+    of a clip (``near_clips``): the loss and what follows it at the first such step, and all that comes later.
+
+    What has a bound of its own, such as a rebuilt number or a replica, is not held against the oracle.
+    """
+    order = {stage: i for i, stage in enumerate(stages(observables))}
+    first = min(near, default=0)
+
+    def may_follow(m: Measurement) -> bool:
+        is_after = m.step > first or (m.step == first and order[m.stage] >= order["loss"])
+        return is_after and m.fixed is None and m.stage != CONFIGURATION.stage
+
+    if near and beyond and all(map(may_follow, beyond)):
         raise RecordError(
-            f"at step {first}, {counts[first]:.0f} of the ratios are so near to a clip that {precision} may round them "
-            "to either side, and what differs follows from that; run the cell in the exact tier"
+            f"at step {first}, {near[first]} of the ratios are so near to a clip that {precision} may round them to "
+            "either side, and what differs follows from that; run the cell in the exact tier"
         )
 
 

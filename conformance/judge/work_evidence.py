@@ -206,7 +206,9 @@ def not_proven(
     yield "weights that are gathered again", is_cut and stage == 3 and hidden
     yield "bytes of optimizer states", is_cut
     yield "bytes of gradients", is_cut and stage in (2, 3)
-    yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or keeps_weights(layout, scenario))
+    hidden = scenario.tier.is_half or keeps_weights(layout, scenario)
+    hidden |= "mfsdp" in options and layout.tp * layout.pp > 1  # ranks keep as much as a small model's whole weights
+    yield "bytes of weights", is_cut and stage == 3 and hidden
     yield "share of each rank in attention", layout.tp * layout.sp * layout.ulysses > 1
     again = gather_keys_again(layout) | ({layout.tp} if shares_sequences else set())
     hidden = layout.hpz in {shards_of(layout), *again}

@@ -21,7 +21,7 @@ from conformance.oracle.loss_terms import (
     target_logprobs,
     target_positions,
 )
-from conformance.oracle.primitives import HONEST, UNDECIDED, Variant
+from conformance.oracle.primitives import HONEST, NEAR_CLIP, Variant
 from conformance.spec.batch import GIVEN, Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
@@ -34,7 +34,7 @@ class ResponseFunctions:
     """Computes what GRPO and PPO have in common, one response after another."""
 
     variant: Variant = HONEST
-    near: float = 0.0  # see Policy
+    near_clip: float = 0.0  # see Policy
 
     def __init__(self, objective: PolicyGradient) -> None:
         self.objective = objective
@@ -177,13 +177,19 @@ class ResponseFunctions:
                 assert self.objective.loss_scale_factor is not None
                 return 1 / sequences / self.objective.loss_scale_factor
 
-    def _beyond_clips(self, logprobs: Tensor, old: Tensor) -> tuple[Tensor, int]:
-        """Moves each log-ratio that is nearer than ``near`` to a clip to its other side, and counts them."""
-        count = 0
-        for bound in (1 - self.objective.clip_ratio_low, 1 + self.objective.clip_ratio_high) if self.near else ():
+    def _moved_over_clips(self, logprobs: Tensor, old: Tensor, advantage: Tensor) -> tuple[Tensor, int]:
+        """Moves each log-ratio that is nearer than ``near_clip`` to a clip to its other side, and counts them.
+
+        Only clips of tokens that change a gradient: for a positive advantage the upper one, for a negative advantage
+        the lower one and the dual clip. Without effect for other modes than "vanilla".
+        """
+        o, count = self.objective, 0
+        clips = [(1 + o.clip_ratio_high, advantage > 0), (1 - o.clip_ratio_low, advantage < 0)]
+        clips += [(o.clip_ratio_c, advantage < 0)] if o.clip_ratio_c is not None else []
+        for bound, is_clipped in clips if self.near_clip and o.loss_mode == "vanilla" else ():
             log_ratio, clip = (logprobs - old).detach(), math.log(max(bound, TINY))
-            is_near = (log_ratio - clip).abs() < self.near
-            other = torch.where(log_ratio.exp() > bound, clip - self.near, clip + self.near)
+            is_near = is_clipped & ((log_ratio - clip).abs() < self.near_clip)
+            other = torch.where(log_ratio.exp() > bound, clip - self.near_clip, clip + self.near_clip)
             logprobs, count = logprobs + (other - log_ratio).where(is_near, 0.0), count + int(is_near.sum())
         return logprobs, count
 
@@ -191,7 +197,7 @@ class ResponseFunctions:
         """Computes the policy's term from log-probs and entropies of the response's tokens, (targets,) each."""
         o, stable = self.objective, logprobs.dtype
         old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
-        moved, undecided = self._beyond_clips(logprobs, old)
+        moved, near_clip = self._moved_over_clips(logprobs, old, advantage)
         policy = LOSS_MODES[o.loss_mode](moved, old, advantage, o)
         losses, ratio = policy.losses, policy.ratio
         if o.rollout_is_threshold is not None:
@@ -215,7 +221,7 @@ class ResponseFunctions:
         }
         values = {key: terms.sum().item() for key, terms in parts.items()}
         values |= {key: (of_metric * numbers.sum()).item() for key, numbers in means.items()}
-        values |= {UNDECIDED: float(undecided)} if undecided else {}
+        values |= {NEAR_CLIP: float(near_clip)} if near_clip else {}
         rows |= {terms_of(key): terms for key, terms in parts.items()}
         rows |= {"approx_kl": policy.approx_kl, "old_logprob": old}
         if not o.recompute_old_logprobs:

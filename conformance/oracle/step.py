@@ -160,7 +160,7 @@ def observe(
     """
     if batch.target_count == 0:
         raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
-    functions = functions_of(objective, variant, near=policy.near)
+    functions = functions_of(objective, variant, near_clip=policy.near_clip)
     totals = functions.totals(batch)
     leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
     values: dict[str, float] = defaultdict(float, totals)

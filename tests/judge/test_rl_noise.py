@@ -3,6 +3,7 @@
 At the first update of a rollout all ratios are 1, so without other updates one lucky draw would set the bound.
 """
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,17 @@ from conformance.data.prepare import prepare_inputs
 from conformance.judge.direction import Directions
 from conformance.judge.measurements import _of_terms, _Start, _step
 from conformance.judge.tensor_views import StepViews
+from conformance.judge.tolerance import Measurement
+from conformance.judge.verdict import check_decided
 from conformance.oracle.policy_gradient import GrpoFunctions
-from conformance.oracle.primitives import UNDECIDED
-from conformance.oracle.run import NEAR, run_oracle
+from conformance.oracle.primitives import NEAR_CLIP
+from conformance.oracle.run import NEAR_CLIP_IN_FP32, run_oracle
 from conformance.records.header_checks import noise_runs
+from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import read_record
 from conformance.spec.batch import Document, read_batches
 from conformance.spec.layout import Layout
-from conformance.spec.objectives import REFERENCE_KL, Grpo, terms_of
+from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, all_observables, terms_of
 from conformance.spec.precision import PRECISIONS
 
 TOKENS = 400
@@ -56,23 +60,50 @@ def test_the_noise_of_a_loss_is_that_of_its_tokens_where_all_ratios_are_1() -> N
 
 
 def test_the_further_noise_run_decides_the_other_way_where_rounding_decides_about_a_clip() -> None:
-    """Of four tokens at the upper clip, two are within the rounding of float32, one of them beyond it."""
-    objective = Grpo(clip_ratio_high=0.2)
-    ratios = torch.tensor([1.2 - 1e-6, 1.2 + 1e-6, 1.2 - 1e-4, 1.2 + 1e-4])
-    columns = {"old_logprob": (0.0,) * 5, "advantage": (1.0,) * 5}
-    document = Document((0,) * 5, (False, *(True,) * 4), columns)
+    """Three tokens are within the rounding of float32 of a clip that is theirs, two of them beyond it."""
+    ratios = torch.tensor([1.2 - 1e-6, 1.2 + 1e-6, 1.2 - 1e-4, 1.2 + 1e-4, 1.2 + 1e-6, 3.0 + 1e-6])
+    advantages = (1.0, 1.0, 1.0, 1.0, -1.0, -1.0)
+    count = len(ratios)
+    columns = {"old_logprob": (0.0,) * (count + 1), "advantage": (0.0, *advantages)}
+    document = Document((0,) * (count + 1), (False, *(True,) * count), columns)
 
-    def found(near: float) -> tuple[float, list[bool]]:
-        functions = GrpoFunctions(objective)
-        functions.near = near
+    def found(near_clip: float, mode: LossMode = "vanilla") -> tuple[float, list[bool]]:
+        functions = GrpoFunctions(Grpo(clip_ratio_high=0.2, clip_ratio_c=3.0, loss_mode=mode))
+        functions.near_clip = near_clip
         logprobs = ratios.log().requires_grad_()
-        term = functions.of_policy(logprobs, torch.zeros(4), document, {"token_count": 4.0, "sequence_count": 1.0})
+        totals = {"token_count": float(count), "sequence_count": 1.0}
+        term = functions.of_policy(logprobs, torch.zeros(count), document, totals)
         assert term.loss is not None
         (gradient,) = torch.autograd.grad(term.loss, logprobs)
-        return term.values.get(UNDECIDED, 0.0), (gradient != 0).tolist()
+        return term.values.get(NEAR_CLIP, 0.0), (gradient != 0).tolist()
 
-    assert found(0.0) == (0.0, [True, False, True, False])
-    assert found(NEAR) == (2.0, [False, True, True, False])
+    assert found(0.0) == (0.0, [True, False, True, False, True, False])
+    assert found(NEAR_CLIP_IN_FP32) == (3.0, [False, True, True, False, True, True])
+    assert found(NEAR_CLIP_IN_FP32, "gspo") == found(0.0, "gspo")
+
+
+@pytest.mark.parametrize(
+    ("more", "is_judged"),
+    [
+        ((), False),
+        ((("log-probs", 2, None),), True),  # before the loss of the same step
+        ((("gradients", 1, None),), True),  # at an earlier step
+        ((("loss", 2, 1e-7),), True),  # against the cell's own numbers
+        ((("configuration", 3, 0.0),), True),
+        ((("log-probs", 3, None),), False),  # at a later step
+    ],
+)
+def test_what_may_follow_from_a_ratio_near_a_clip_is_not_judged(
+    more: tuple[tuple[str, int, float | None], ...], is_judged: bool
+) -> None:
+    beyond = [
+        Measurement(stage=stage, tensor="a", step=step, error=0.1, fixed=fixed)
+        for stage, step, fixed in (("gradients", 2, None), *more)
+    ]
+    refused = contextlib.nullcontext() if is_judged else pytest.raises(RecordError, match="at step 2, 1 of the ratios")
+    with refused:
+        check_decided(beyond, {2: 1}, all_observables(Grpo()), "fp32")
+    check_decided(beyond, {}, all_observables(Grpo()), "fp32")
 
 
 def test_the_noise_of_a_sum_knows_that_tokens_of_a_row_err_in_one_direction() -> None:
