@@ -13,6 +13,7 @@ The environment needs this version of backend-parity (``pip install --no-deps``)
 (OF_RANKS), and the imports of the adapter. `parity matrix` makes such environments.
 """
 
+import contextlib
 import os
 import threading
 import traceback
@@ -46,6 +47,7 @@ from conformance.backends.query_process import (
 )
 from conformance.core.errors import UsageError, one_line
 from conformance.core.packages import package_version
+from conformance.runtime.failure import StartError
 from conformance.spec.conventions import Convention, Conventions, in_cell
 from conformance.spec.known_defects import ExpectedDifference, Known
 from conformance.spec.layout import Layout
@@ -333,10 +335,12 @@ def _own_name(entry: BackendEntry) -> str:
 
 
 def import_adapters(entries: Sequence[BackendEntry]) -> None:
-    """Starts the processes of adapters that are not there, so that they import at the same time."""
+    """Starts the processes of adapters that are not there, so that they import at the same time. What cannot be started
+    is told by the first question."""
     for entry in entries:
         if not entry.python and (entry.target, "") not in _there and (name := _own_name(entry)) not in _begun:
-            _begun[name] = forked_process(name)
+            with contextlib.suppress(StartError, OSError):
+                _begun[name] = forked_process(name)
 
 
 def forked_process(name: str) -> ForkedProcess:

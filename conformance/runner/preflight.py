@@ -89,9 +89,9 @@ def leased_gpus(ranks: Ranks, *, cells: Sequence[Cell] = (), workers: int = 1) -
     # Processes take turns on a GPU, so more ranks are slower (docs/measurements/speed.md).
     ranks_at_once = min(lanes_of_host(), int(available_memory() / ON_GPU))
     at_once = min(workers or max(1, ranks_at_once // (each * max(1, len(gpus)))), fitting)
-    # Noise runs lease shares as well, and would take those of cells.
+    # Noise runs lease shares as well, and would take those of cells; but all shares fit into the memory.
     has_noise = at_once > 1 and any(noise_runs(cell.scenario.precision) for cell in cells)
-    return shares_of(gpus, each * at_once + (at_once // 2 if has_noise else 0))
+    return shares_of(gpus, each * at_once + (min(at_once // 2, each * (fitting - at_once)) if has_noise else 0))
 
 
 MOST_ON_A_GPU = 16  # ranks at once; each has a context, and so has each idle rank
@@ -278,7 +278,7 @@ class Refusals:
                 self._adapters[backend] = adapter_of(backend)
             except MissingExtra as error:
                 self._adapters[backend] = Verdict(state="unsupported", reason=str(error))
-            except (BrokenBackend, AskFailed) as error:
+            except (BrokenBackend, AskFailed, StartError) as error:
                 self._adapters[backend] = Verdict(state="infrastructure", reason=str(error))
         return self._adapters[backend]
 

@@ -15,11 +15,13 @@ import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 SWITCH = "PARITY_MPS"  # "0": no daemon; "1": also for cells that share a GPU, whose ranks do not
@@ -83,7 +85,7 @@ class Mps:
             assert self._process.stdin is not None
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(2 * _END_LIMIT_S)
+                self._process.wait(2 * _END_LIMIT_S + _START_LIMIT_S / 2)
             self._process.kill()
             self._process.wait()
 
@@ -107,23 +109,27 @@ def keep(folder: Path) -> None:
         deadline = time.monotonic() + _END_LIMIT_S
         while not (folder / "control").exists() and daemon.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        probe = subprocess.run(
-            [sys.executable, "-P", __file__, _PROBE],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_START_LIMIT_S / 2,
-        )
-        print("ready" if not probe.returncode else probe.stdout.strip() or f"exit {probe.returncode}", flush=True)
-        if not probe.returncode:
+        failure = _probed(environment)
+        print(failure or "ready", flush=True)
+        if not failure:
             sys.stdin.read()
     finally:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run([_CONTROL], env=environment, input="quit\n", text=True, timeout=_END_LIMIT_S, check=False)
-        daemon.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(daemon.pid, signal.SIGKILL)
         daemon.wait()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _probed(environment: Mapping[str, str]) -> str:
+    """Returns what a client in a process of its own fails at, or ""."""
+    command, limit_s = [sys.executable, "-P", __file__, _PROBE], _START_LIMIT_S / 2
+    try:
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"a client has not begun within {limit_s:g} s"
+    return (found.stdout.strip() or f"exit {found.returncode}") if found.returncode else ""
 
 
 def probe() -> str:
