@@ -56,6 +56,7 @@ AGAIN, AGAIN_ROUTED = 0.6, 0.4
 # one expert per token and small models these are a seventh.
 IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
 TOGETHER = "weights of a layer are gathered together"
+SHOWN = "layers compute with the weights that are shown"
 OF_A_LAYER = 4  # products of the linear layers of one layer, where q, k and v are fused, and gate and up
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
 AROUND = 4
@@ -175,8 +176,7 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
             yield _measured(f"exported {key}", phase.header["first_step"] + phase.footer["steps"] - 1, holds=False)
         layout, stage = phase.layout, _stage_of(phase)
         for step, where in other_weights(phase, scenario):
-            claim = f"{layout}: layers compute with the weights that are shown"
-            yield _measured(claim, step, holds=not where, where=where)
+            yield _measured(f"{layout}: {SHOWN}", step, holds=not where, where=where)
         steps = [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]
         for n, ranks in enumerate(ranks for ranks in steps if ranks):
             for claim, holds, where in _claims_of(phase, ranks, scenario, sizes, stage=stage, first=not n):
@@ -231,7 +231,10 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
             listed["random generators of the library (library_generators)"] = None
         if phase.header["first_step"] and not phase.control:
             listed["nothing loaded but what was saved"] = None
-        if (ranks := phase.footer.get("evidence", [])) and (step := _step_of(phase, ranks)):
+        ranks = phase.footer.get("evidence", [])
+        if ranks and not any(True for _ in other_weights(phase, scenario)):
+            listed[f"that {SHOWN}"] = None
+        if ranks and (step := _step_of(phase, ranks)):
             stage, trained = _stage_of(phase), _trained(phase.layout, scenario, sizes)
             work: dict[str, int] = {"layers": sizes.layers, "experts": sum(sizes.experts)}
             found = not_proven(phase.layout, step, scenario, sizes.linear, stage=stage, trained=trained, **work)

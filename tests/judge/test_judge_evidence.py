@@ -14,7 +14,7 @@ import torch
 from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
 from conformance.core.host import FIXTURES
-from conformance.judge.layout_evidence import _all_are_recomputed
+from conformance.judge.layout_evidence import SHOWN, _all_are_recomputed, unproven
 from conformance.judge.rounding import expert_summands, measure_accumulation_precision
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import _judged_rows, judge
@@ -52,11 +52,13 @@ def test_layers_compute_with_the_weights_that_are_shown(tmp_path: Path, precisio
     record = write(tmp_path / "1", precision=precision, drawn=1)
     honest = operands(record, 1, "a", "b")
     assert found(record, 1, honest, honest) == [(1, "")]
+    assert unproven([record], record.scenario, sizes=None) == []  # type: ignore[arg-type]
     assert found(record, 1, honest[:1], honest[:1]) == [(1, "")]
     other = "observed other numbers than those of weight/a"
     assert found(record, 1, honest, operands(record, 0, "a")) == [(1, other)]
     assert found(record, 1, operands(record, 0, "a", "b"), honest) == [(1, other)]
     assert found(record, 2, operands(record, 0, "a"), honest) == []  # weights after step 1 are not read
+    assert unproven([record], record.scenario, sizes=None) == [f"that {SHOWN}"]  # type: ignore[arg-type]
 
     def frozen(step: int, values: Values, tensors: Tensors) -> None:
         if step >= 0:
