@@ -232,7 +232,7 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
         if phase.header["first_step"] and not phase.control:
             listed["nothing loaded but what was saved"] = None
         ranks = phase.footer.get("evidence", [])
-        if ranks and not any(True for _ in other_weights(phase, scenario)):
+        if any(rank.get("operands") for rank in ranks) and not any(True for _ in other_weights(phase, scenario)):
             listed[f"that {SHOWN}"] = None
         if ranks and (step := _step_of(phase, ranks)):
             stage, trained = _stage_of(phase), _trained(phase.layout, scenario, sizes)

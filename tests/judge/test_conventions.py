@@ -258,7 +258,12 @@ def test_conventions_apply_only_where_they_can_change_numbers(runs: OracleRuns) 
 @pytest.mark.parametrize(
     ("name", "state", "conventions", "words"),
     [
-        ("SavesNoGenerators", "conforms", ("GeneratorsNotSaved",), "not judged: generators; with the convention check"),
+        (
+            "SavesNoGenerators",
+            "conforms",
+            ("GeneratorsNotSaved",),
+            "generators; not proven: that layers compute with the weights that are shown; with the convention check",
+        ),
         ("ForgetsGenerators", "differs", (), "agrees in all stages with checkpoints without random generators"),
         ("SavesGenerators", "differs", (), "declares the convention checkpoints without random generators (Gen"),
     ],
