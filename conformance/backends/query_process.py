@@ -107,7 +107,8 @@ class EnvironmentProcess:
 
     def end(self) -> None:
         """Kills the process and its descendants."""
-        signal_group(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:  # once it was waited for, its number may belong to another process
+            signal_group(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -116,13 +117,14 @@ class _Fork:
 
     def __init__(self, function: str, name: str) -> None:
         """See ForkedProcess."""
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         parent_lives, self._life = os.pipe()
-        with theirs:
-            self._forked = fork_call(function, name, fds=(theirs.fileno(), parent_lives, 2))
+        with child_end:
+            self._forked = fork_call(function, name, fds=(child_end.fileno(), parent_lives, 2))
         os.close(parent_lives)
-        self.stdin, self.stdout = ours.makefile("w", encoding="utf-8"), ours.makefile("r", encoding="utf-8")
-        ours.close()  # the files keep it
+        self.stdin = parent_end.makefile("w", encoding="utf-8")
+        self.stdout = parent_end.makefile("r", encoding="utf-8")
+        parent_end.close()  # the files keep it
         self.patience, self.kill = self._forked.patience, self._forked.kill
         self.pid = 0  # until it is forked
 
@@ -138,9 +140,11 @@ class _Fork:
             self._life = -1
 
 
-def answer_in_fork(theirs: int, parent_lives: int, serve: Callable[[IO[str], IO[str]], None]) -> NoReturn:
-    """Continues as the process that answers, until this end of the socket ``theirs`` is the only one. ``parent_lives``:
-    the end for reading of a pipe that the controller holds open."""
+def answer_in_fork(child_end: int, parent_lives: int, serve: Callable[[IO[str], IO[str]], None]) -> NoReturn:
+    """Continues as the process that answers, until the controller closes its end of the socket.
+
+    child_end: descriptor of the other end. parent_lives: the end for reading of a pipe that the controller holds open.
+    """
     try:
         signal_at_hang_up(parent_lives)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -148,7 +152,7 @@ def answer_in_fork(theirs: int, parent_lives: int, serve: Callable[[IO[str], IO[
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)  # output of frameworks must not mix with that of the controller
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-        end = socket.socket(fileno=theirs)
+        end = socket.socket(fileno=child_end)
         queries, answers = end.makefile("r", encoding="utf-8"), end.makefile("w", encoding="utf-8")
         end.send(_PID.pack(os.getpid()))
         serve(queries, answers)
@@ -176,10 +180,8 @@ class ForkedProcess(EnvironmentProcess):
         return super()._started()
 
     def end(self) -> None:
-        if not self.process.pid:
-            self.process.kill()
-        else:
-            signal_group(self.process.pid, signal.SIGKILL)
+        """Kills the process by its parent, the preload server, which knows its children and ends their descendants."""
+        self.process.kill()
         self.process.wait()
 
 

@@ -30,7 +30,7 @@ def shows_tokens(ranks: Sequence[Mapping[str, Any]]) -> bool:
     Ranks that compute the rows of a micro-batch one after another look up a part of them at a time.
     """
     due = sum(len(document) for rows in ranks[0].get("documents", ()) for row in rows for document in row)
-    most = (max((sum(map(len, seen)) for _, seen in rank.get("embedded", ())), default=0) for rank in ranks)
+    most = (max((sum(map(len, observed)) for _, observed in rank.get("embedded", ())), default=0) for rank in ranks)
     return 0 < due <= sum(most)
 
 
@@ -112,22 +112,24 @@ def _places(
     hold no token."""
     entering = shows_what_enters(ranks)
     calls = [
-        (number, of_rows, seen, groups if entering else ())
+        (number, of_rows, observed, groups if entering else ())
         for number, rank in enumerate(ranks)
-        for (of_rows, seen), groups in zip(rank.get("embedded", ()), _entered(rank), strict=False)
+        for (of_rows, observed), groups in zip(rank.get("embedded", ()), _entered(rank), strict=False)
         if groups or not entering
     ]
     largest = max(of_rows for _, of_rows, *_ in calls)
     begins = [part * largest for part in range(layout.tp)]
-    shapes = {(len(seen), len(seen[0])) for _, _, seen, _ in calls if seen}
+    shapes = {(len(observed), len(observed[0])) for _, _, observed, _ in calls if observed}
     fits: dict[int, set[tuple[int, int]]] = {number: set() for number, *_ in calls}  # data rank and place, by rank
     padding = set()
     for data, rows in enumerate(ranks[0]["documents"]):
         for place in range(layout.sp * layout.ulysses):
             due = {shape: _due(layout, rows, shape, order, multiple, place) for shape in shapes}
-            for number, of_rows, seen, groups in calls:
-                wanted = due[len(seen), len(seen[0])] if seen else None
-                if _fits(seen, wanted, begins, of_rows) and _enter(seen, wanted or [], groups, cut=layout.tp > 1):
+            for number, of_rows, observed, groups in calls:
+                wanted = due[len(observed), len(observed[0])] if observed else None
+                if _fits(observed, wanted, begins, of_rows) and _enter(
+                    observed, wanted or [], groups, cut=layout.tp > 1
+                ):
                     fits[number].add((data, place))
             if not any(token != PADDED for tokens in due.values() for token in tokens or ()):
                 padding.add((data, place))
@@ -177,10 +179,10 @@ def _cut(line: list[int], length: int, ring: int, pieces: int, size: int, *, lef
     return [token for piece in own for token in padded[piece * part : (piece + 1) * part]]
 
 
-def _fits(seen: Sequence[Tokens], due: list[int] | None, begins: Sequence[int], of_rows: int) -> bool:
+def _fits(observed: Sequence[Tokens], due: list[int] | None, begins: Sequence[int], of_rows: int) -> bool:
     """Tells whether tokens that were looked up in ``of_rows`` rows, from one of ``begins`` on, are those that are due.
     Tokens of other rows show as 0."""
-    tokens = [token for row in seen for token in row]
+    tokens = [token for row in observed for token in row]
     if due is None or len(tokens) < len(due):
         return False
     if not any(token != PADDED for token in due):  # any tokens would fit
@@ -194,7 +196,7 @@ def _fits(seen: Sequence[Tokens], due: list[int] | None, begins: Sequence[int], 
     )
 
 
-def _enter(seen: Sequence[Tokens], due: list[int], groups: Sequence[int], *, cut: bool) -> bool:
+def _enter(observed: Sequence[Tokens], due: list[int], groups: Sequence[int], *, cut: bool) -> bool:
     """Tells whether rows that layers multiply are equal where tokens are, by the groups of equal rows, and differ where
     most tokens do. Libraries may have transposed the tokens.
 
@@ -202,8 +204,8 @@ def _enter(seen: Sequence[Tokens], due: list[int], groups: Sequence[int], *, cut
     """
     if not groups:
         return True
-    across = [row * len(seen[0]) + column for column in range(len(seen[0])) for row in range(len(seen))]
-    tokens = [token for row in seen for token in row]
+    across = [row * len(observed[0]) + column for column in range(len(observed[0])) for row in range(len(observed))]
+    tokens = [token for row in observed for token in row]
     for order in (range(len(tokens)), across):
         by_place = dict(zip(order, groups, strict=True))
         shown = {
@@ -238,4 +240,4 @@ def gathered_for_tokens(layout: Layout, rank: Mapping[str, Any], is_of_data: Cal
 
 def _held_numbers(rank: Mapping[str, Any], times: int) -> set[int]:
     """Returns the numbers of tokens that were looked up at a time, multiplied."""
-    return {times * sum(map(len, seen)) for _, seen in rank.get("embedded", ())}
+    return {times * sum(map(len, observed)) for _, observed in rank.get("embedded", ())}

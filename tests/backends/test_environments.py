@@ -19,6 +19,7 @@ from plain_profile import write_profile
 
 from conformance.backends import registry
 from conformance.backends.protocol import BackendInfo, BrokenBackend, Supported, Unsupported
+from conformance.backends.query_process import EnvironmentProcess
 from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_of, find_backend, versions_of
 from conformance.cli import main as cli
 from conformance.core.environments import OF_RANKS
@@ -254,6 +255,23 @@ def test_an_environment_that_does_not_answer_is_given_up(tmp_path: Path, monkeyp
     monkeypatch.setattr("conformance.backends.registry.LIMIT_S", 0.2)
     with pytest.raises(UsageError, match=r"--python fsdp2=.* does not answer.*neither computed nor read"):
         find_backend("fsdp2", str(silent))
+
+
+@pytest.mark.parametrize("environment", ["own", "other"])
+def test_ending_an_adapter_that_has_ended_signals_no_other_process(environment: str) -> None:
+    """The kernel may have given its process id to another process meanwhile."""
+    if environment == "own":
+        ended: EnvironmentProcess = registry.forked_process("nothing:Adapter")
+    else:
+        ended = EnvironmentProcess("nothing", sys.executable, registry.__name__, "nothing:Adapter", limit_s=60)
+    assert "no module 'nothing'" in ended.hello["message"]
+    ended.end()
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        ended.process.pid = other.pid
+        ended.end()
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+        other.kill()
 
 
 def test_adapter_process_knows_objective_of_later_scenario() -> None:

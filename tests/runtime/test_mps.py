@@ -65,10 +65,10 @@ def test_without_the_drivers_programs_a_run_says_so(
 
 
 def test_a_daemon_of_the_user_is_left_alone(daemon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/theirs")
-    theirs = mps.Mps()
-    assert theirs.variables() == {}
-    assert theirs.state == "the user's (CUDA_MPS_PIPE_DIRECTORY)"
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/of-the-user")
+    running = mps.Mps()
+    assert running.variables() == {}
+    assert running.state == "the user's (CUDA_MPS_PIPE_DIRECTORY)"
     assert not daemon.exists()
 
 
