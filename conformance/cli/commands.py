@@ -29,7 +29,7 @@ from conformance.matrix.options import (
 )
 from conformance.runtime.preload_server import import_ahead
 
-ASKING = ("run", "bisect", "matrix", "blame", "list", "plan")  # commands that start ranks, or query adapters
+STARTING = ("run", "bisect", "matrix", "blame")  # commands that start ranks
 MOST_GPUS = 4096  # a larger number is a typing error
 _JSON = "machine-readable output"
 
@@ -44,7 +44,7 @@ class Declared:
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
     def run(self, options: argparse.Namespace) -> int:
-        if self.name in ASKING:  # the other processes and this one import torch at the same time
+        if self.name in STARTING:  # ranks and this process import torch at the same time
             import_ahead(("transformers",))
         run: Callable[[argparse.Namespace], int] = getattr(
             import_module(f"conformance.cli.{self.module}"), f"{self.name}_command"
