@@ -40,7 +40,7 @@ from conformance.results.output_folders import merge, rewrite_summary, slim
 from conformance.results.run_results import SUMMARY, read_run
 from conformance.results.verdict import STATES
 from conformance.runner.attempt import JudgedCell
-from conformance.runner.earlier_run import cells_left, read_earlier
+from conformance.runner.earlier_run import cells_left, read_earlier, with_earlier_cells
 from conformance.runner.phases import TraceFailed
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus, oracles_that_fit
@@ -96,6 +96,7 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
     if again.resume and options.out:
         raise UsageError("--resume continues in the folder of the earlier run; omit --out")
     out = Path(again.resume) if again.resume else output_folder(options.out)
+    selection = with_earlier_cells(selection, out) if again.resume else selection
     import_adapters(selected_backends(selection))  # while this process plans
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     text = selection.text(ranks)

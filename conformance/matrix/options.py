@@ -5,8 +5,9 @@ This module imports nothing slow, because pytest loads the plugin in every run w
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
@@ -157,7 +158,8 @@ class Again(Options):
     """Resumes in the output folder of an earlier run of the same cells, with ``parity run`` only."""
 
     resume: str | None = _option(
-        "go on in the folder of an earlier run of the same cells, with those that have no verdict",
+        "go on in the folder of an earlier run with the same options, with its cells that have no verdict; --cells "
+        "need not be repeated",
         metavar="OUT",
         group=JOBS,
     )
@@ -334,3 +336,7 @@ class Selection(Options):
         there = where.arguments(without="budget")
         parts = [PurePath(part).name or part for part in (*profile, *self.arguments(without="cells"), *there)]
         return " ".join([*parts, *(f"--cells {cell}" for cell in sorted(self.cells))])
+
+    def with_cells_of(self, text: str) -> Self:
+        """Returns the selection with the cells of the one that ``text`` describes, if it names none itself."""
+        return self if self.cells else replace(self, cells=tuple(re.findall(r"--cells (\S+(?: (?!--)\S+)*)", text)))

@@ -39,7 +39,7 @@ _NOT_PLAIN = (
     "variants",
 )  # fields of an entry that are converted for JSON
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
-_PLACES = {"--out", "--resume"}  # options that name the output folder
+_FROM_FOLDER = {"--out", "--resume", "--cells"}  # options of a command that a resume takes from the folder
 T = TypeVar("T")
 CellSummary = dict[str, Any]
 
@@ -163,7 +163,7 @@ class Run:
         words = shlex.split(self.command)
         if self.finished or words[:2] != ["parity", "run"]:
             return ""
-        own = [word for before, word in pairwise(["", *words]) if not {before, word.partition("=")[0]} & _PLACES]
+        own = [word for before, word in pairwise(["", *words]) if not {before, word.partition("=")[0]} & _FROM_FOLDER]
         return f"the run in {out} has not ended; go on with it: {shlex.join([*own, '--resume', str(out)])}"
 
     def since(self, outcomes: Mapping[str, Outcome]) -> Since | None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from conformance.core.errors import UsageError
 from conformance.core.io import LOCK
 from conformance.matrix.cell import Cell
-from conformance.matrix.options import Again, Ranks
+from conformance.matrix.options import Again, Ranks, Selection
 from conformance.matrix.plan import Plan
 from conformance.results.output_folders import Part, check_parts, read_part, rewrite_summary
-from conformance.results.run_results import Entry, Run, write_entry
+from conformance.results.run_results import SUMMARY, Entry, Run, read_summary, write_entry
 from conformance.results.trust import read_cells
 from conformance.results.verdict import ANSWERED, FAILED, STATES, State
 from conformance.runner.environment import environment
@@ -30,6 +30,12 @@ class Earlier:
 
     run: Run
     entries: tuple[Entry, ...]
+
+
+def with_earlier_cells(selection: Selection, out: Path) -> Selection:
+    """Returns the selection with the cells of the run in ``out``, if it names none. Only patterns are taken from the
+    folder, which may come from anybody: other options can name code. Raises UsageError."""
+    return selection.with_cells_of(read_summary(out)[0].selection if (out / SUMMARY).exists() else "")
 
 
 def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earlier:

@@ -113,6 +113,17 @@ def test_only_cells_without_a_verdict_are_run(chosen: list[str], out: Path, caps
     assert read_run(out)[0].environment == run.environment
 
 
+def test_cells_need_not_be_given_again(chosen: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.environ[BROKEN] = "dp1"
+    assert cli.main(["run", *chosen, "--cells", "*/dp1/*", "--out", str(tmp_path / "out")]) == 3
+    os.environ.pop(BROKEN)
+    registry._there.clear()
+    for left in ("running 1 cells", "running 0 cells"):  # the command of the first resume names no cells
+        assert cli.main(["run", *chosen, "--resume", str(tmp_path / "out")]) == 0
+        assert left in capsys.readouterr().err
+        assert states(tmp_path / "out") == {FIRST: "conforms"}
+
+
 @pytest.mark.exhaustive
 def test_a_cell_that_failed_once_says_so_for_ever(
     chosen: list[str], out: Path, capsys: pytest.CaptureFixture[str]
@@ -265,7 +276,10 @@ def test_killed_run_says_how_it_is_completed(
         (out / "oracle").rename(out.with_name(f".{out.name}.withheld-1"))
     else:
         summary["cells"] = [cell | {"state": "not_run"} for cell in summary["cells"]]
-    edit(out / "summary.json", **summary | {"finished": None, "command": f"parity run --seed 1 --out {run} -q"})
+    edit(
+        out / "summary.json",
+        **summary | {"finished": None, "command": f"parity run --seed 1 --out {run} --cells a --cells=b -q"},
+    )
     assert cli.main([command, str(out)]) in (2, 3)
     advice = f"the run in {out} has not ended; go on with it: parity run --seed 1 -q --resume {out}"
     assert advice in capsys.readouterr().err
