@@ -149,7 +149,7 @@ def code_by_precision(cells: Sequence[Mapping[str, Any]]) -> list[str]:
         parts = (part for part in re.split("[,;] ", cell["code"]) if part and not part.startswith("gradients "))
         ran.setdefault((backend_of(cell["id"]), cell["id"].split("/")[4]), {}).update(dict.fromkeys(parts))
     return [
-        f"{backend} ran in {precision}, not in exact: {', '.join(only)}"
+        f"{backend} in {precision} runs code that the exact tier does not: {', '.join(only)}"
         for (backend, precision), code in ran.items()
         if (exact := ran.get((backend, "exact"))) and (only := [part for part in code if part not in exact])
     ]

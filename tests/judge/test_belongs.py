@@ -65,11 +65,11 @@ def test_code_that_only_one_precision_ran_is_named(out: Path, capsys: pytest.Cap
     for cell, optimizer in ((EXACT, "ZeroOptimizer"), (FP32, "ZeroOptimizer")):
         change_lines(out / record_folders(cell)[0], ran(optimizer))
     assert spoiled(out) == {}
-    assert "not in exact" not in capsys.readouterr().out
+    assert "the exact tier does not" not in capsys.readouterr().out
     change_lines(out / record_folders(FP32)[0], ran("BF16_Optimizer"))
     assert spoiled(out) == {}
     exact, fp32 = (f"optimizer {name}, update AdamW" for name in ("ZeroOptimizer", "BF16_Optimizer"))
-    assert "fsdp2 ran in fp32, not in exact: optimizer BF16_Optimizer\n" in capsys.readouterr().out
+    assert "fsdp2 in fp32 runs code that the exact tier does not: optimizer BF16_Optimizer\n" in capsys.readouterr().out
     assert {cell["code"] for cell in json.loads((out / "summary.json").read_text())["cells"]} == {exact, fp32, ""}
     change_lines(out / record_folders(FP32)[0], ran(["BF16_Optimizer"]))
     assert "names the code that ran other than by strings" in spoiled(out)[FP32]
