@@ -49,7 +49,7 @@ from conformance.runner.resource_estimate import (
 from conformance.runtime import Device
 from conformance.runtime.failure import StartError
 from conformance.runtime.gpu_inventory import gpus_of_host, memory_of_gpus, more_shares, shares_of
-from conformance.runtime.leased_slots import lanes_of_host
+from conformance.runtime.leased_slots import ROOM, lanes_of_host
 from conformance.runtime.multihost.controller import Fleet
 from conformance.runtime.multihost.relay import JoinedHost
 from conformance.runtime.worker_groups import check_host
@@ -95,6 +95,7 @@ def leased_gpus(ranks: Ranks, *, cells: Sequence[Cell] = (), workers: int = 1) -
 
 
 MOST_ON_A_GPU = 16  # ranks at once; each has a context, and so has each idle rank
+MOST_LARGE = 4  # ranks of large models at once
 CONTEXT = 2e9  # bytes of a GPU for a rank: context, communicators, workspaces; with those of idle ranks
 FILLED = 0.8  # share of a GPU's memory
 
@@ -102,13 +103,20 @@ FILLED = 0.8  # share of a GPU's memory
 def _cells_on_a_gpu(cells: Sequence[Cell], gpus: Sequence[str], each: int) -> int:
     """Returns how many cells with ``each`` ranks on a GPU its memory holds at once, by the largest cell; at least 1.
 
-    The estimate is that of a rank on the CPU, where nothing is sharded.
+    Of cells with large models, by the smallest one, because each of them waits until there is memory for it
+    (conformance.runtime.leased_slots). The estimate is that of a rank on the CPU, where nothing is sharded.
     """
     memory = [whole for gpu, (_, whole) in memory_of_gpus().items() if gpu in gpus]
-    if len(memory) < len(gpus) or any(is_large(cell.scenario) for cell in cells):
+    if len(memory) < len(gpus):
         return 1
-    largest = max(rank_bytes(cell) for cell in {(c.scenario.model, c.scenario.name): c for c in cells}.values())
-    return max(1, min(MOST_ON_A_GPU, int(FILLED * min(memory) / (CONTEXT + largest))) // each)
+    large = [cell for cell in cells if is_large(cell.scenario)]
+    small = {(c.scenario.model, c.scenario.name): c for c in cells if not is_large(c.scenario)}
+    most = MOST_ON_A_GPU
+    if small:
+        most = min(most, int(FILLED * min(memory) / (CONTEXT + max(map(rank_bytes, small.values())))))
+    if large:
+        most = min(most, MOST_LARGE, int(ROOM * min(memory) / min(map(rank_bytes, large))))
+    return max(1, most // each)
 
 
 def oracles_that_fit(cells: Sequence[Cell]) -> int:

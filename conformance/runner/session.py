@@ -182,8 +182,11 @@ class Session:
             self._ready(cell)
 
     def _ready(self, cell: Cell) -> None:
-        """Prepares the inputs of a cell that will run, and requests its oracles; a thread could not limit templates."""
-        if not self.refusal(cell) and not is_large(cell.scenario):
+        """Prepares the inputs of a cell that will run, and requests its oracles; a thread could not limit templates.
+
+        Large oracles need the memory of a host without GPUs, so there each begins with its first cell.
+        """
+        if not self.refusal(cell) and (self._where.queues_oracles or not is_large(cell.scenario)):
             self._request(cell)
 
     def begin(self, cells: Sequence[Cell]) -> None:

@@ -28,7 +28,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -130,9 +130,11 @@ class Ticket:
     def _path(self) -> Path:
         return self._folder / f"{self._number:012d}.{os.getuid()}.ticket"
 
-    def serve(self, *, prefer: Collection[Block] = ()) -> Lease | None:
+    def serve(
+        self, *, prefer: Collection[Block] = (), has_room: Callable[[Block], bool] = lambda _: True
+    ) -> Lease | None:
         """Returns the lease and uses up the ticket, if it is this ticket's turn. ``prefer``: the blocks that are tried
-        before others. Does not wait."""
+        before others. ``has_room``: whether a free block may be leased now. Does not wait."""
         with _queue_lock(self._folder):
             reserved: set[str] = set()
             for number, request in _tickets(self._folder):
@@ -141,7 +143,7 @@ class Ticket:
                 reserved.update(_reserved_for(request, reserved, self._folder))
             found = [block for block in blocks(self._gpus, self._size) if not _clash(block, reserved)]
             for block in sorted(found, key=lambda block: block not in prefer):
-                if (fds := _locked(block, self._folder)) is not None:
+                if has_room(block) and (fds := _locked(block, self._folder)) is not None:
                     self._close()
                     return Lease(block=block, fds=fds)
         return None

@@ -1,16 +1,26 @@
 """Leases slots to worker groups: GPUs of this host, shares of GPUs, its processors, or slots of several hosts."""
 
 import logging
+import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
 
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.forkserver_client import BlockStarter, Forkservers
-from conformance.runtime.gpu_inventory import gpus_of, memory_of_gpus, more_shares, network_of, slots_of, visible_to
+from conformance.runtime.gpu_inventory import (
+    gpu_of,
+    gpus_of,
+    memory_of_gpus,
+    more_shares,
+    network_of,
+    slots_of,
+    visible_to,
+)
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder, leases_by_process
 from conformance.runtime.mps import Mps
 from conformance.runtime.slots import Block, Lease, NoLease, Starter
@@ -30,7 +40,7 @@ class LeasedSlots:
     def __init__(self, names: Block = (), *, what: str, folder: Path) -> None:
         self._what, self._folder = what, folder
         self._given_back = threading.Condition()
-        self._taken_at: dict[Lease, float] = {}
+        self._taken: dict[Lease, tuple[float, int]] = {}  # when, and the bytes of each slot
         self.busy = Busy(names)
 
     def names(self) -> Block:
@@ -70,6 +80,10 @@ class LeasedSlots:
         began, is_reported = time.monotonic(), False
         report_at = began + _REPORT_S
         names, size = self._wanted(config, everything)  # outside the lock: it may query NVML
+
+        def has_room(block: Block) -> bool:
+            return self._has_room(block, needed_of(config, block))
+
         with self._given_back:
             ticket = Ticket(names, size, folder=self._folder)
             try:
@@ -78,8 +92,8 @@ class LeasedSlots:
                         old, (names, size) = ticket, wanted
                         ticket = Ticket(names, size, folder=self._folder)
                         old.withdraw()
-                    if (lease := ticket.serve(prefer=prefer)) is not None:
-                        self._taken_at[lease] = time.monotonic()
+                    if (lease := ticket.serve(prefer=prefer, has_room=has_room)) is not None:
+                        self._taken[lease] = time.monotonic(), needed_of(config, lease.block)
                         return lease
                     self._given_back.wait(_TICK_S)
                     now = time.monotonic()
@@ -97,7 +111,7 @@ class LeasedSlots:
 
     def give_back(self, lease: Lease) -> None:
         with self._given_back:
-            self.busy.add(lease.block, time.monotonic() - self._taken_at.pop(lease))
+            self.busy.add(lease.block, time.monotonic() - self._taken.pop(lease)[0])
             lease.release()
             self._given_back.notify_all()
 
@@ -118,6 +132,10 @@ class LeasedSlots:
         """Returns how many of these slots have ``gpu_memory`` bytes together; all if their memory is unknown."""
         return len(names)
 
+    def _has_room(self, block: Block, needed: int) -> bool:
+        """Returns whether ``needed`` bytes on each slot of a block fit beside what is leased."""
+        return True
+
     def _advice(self, ranks: int) -> str:
         """Returns advice on how to get slots for ``ranks`` ranks, as the end of a message."""
         return ""
@@ -126,6 +144,14 @@ class LeasedSlots:
         """Describes the slots that a task waits for, and their holders."""
         taken = holders(names, self._folder) or "none that this process could see"
         return f"{size} of {len(names)} {self._what}; leased are {taken}"
+
+
+ROOM = 0.9  # share of a GPU's memory for the worker groups on it; idle ones also have contexts there
+
+
+def needed_of(config: WorkerGroupConfig, block: Block) -> int:
+    """Returns the bytes that a worker group needs on each slot of its block; 0 if that is unknown."""
+    return config.rank_memory if config.gpu_memory is None else config.gpu_memory // len(block)
 
 
 class Gpus(LeasedSlots):
@@ -175,10 +201,27 @@ class Gpus(LeasedSlots):
         return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items()}
 
     def _with_memory(self, names: Block, gpu_memory: int) -> int:
-        """Returns the smallest power of two of GPUs that suffices, or all: blocks of powers of two leave no gaps."""
-        smallest = min(self._bytes.get(name, 0) for name in names)
-        powers = (2**power for power in range(len(names)) if 2**power < len(names))
-        return next((count for count in powers if count * smallest >= gpu_memory), len(names))
+        """Returns the smallest power of two of GPUs that suffices, or all: blocks of powers of two leave no gaps.
+
+        A block of so many shares has one on each of so many GPUs (gpu_inventory.shares_of)."""
+        gpus = gpus_of(names)
+        if not (smallest := min(self._bytes.get(gpu, 0) for gpu in gpus)):
+            return len(names)
+        powers = (2**power for power in range(len(gpus)) if 2**power < len(gpus))
+        return next((count for count in powers if count * smallest >= gpu_memory), len(gpus))
+
+    def _has_room(self, block: Block, needed: int) -> bool:
+        """Returns whether a block's GPUs have the memory beside other leases of this run. One without any always has,
+        because an estimate may be too large."""
+        held = Counter[str]()
+        for lease, (_, of_each) in self._taken.items():
+            for slot in lease.block:
+                held[gpu_of(slot)] += of_each
+        wanted = Counter(map(gpu_of, block))
+        return all(
+            not held[gpu] or held[gpu] + needed * count <= ROOM * self._bytes.get(gpu, math.inf)
+            for gpu, count in wanted.items()
+        )
 
     def _advice(self, ranks: int) -> str:
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"

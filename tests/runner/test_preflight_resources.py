@@ -15,7 +15,8 @@ from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES, HostResources
 from conformance.matrix.cell import Cell
-from conformance.matrix.options import Ranks
+from conformance.matrix.options import Ranks, Selection
+from conformance.matrix.profile import select_cells
 from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
 from conformance.runner import preflight
@@ -157,6 +158,21 @@ def test_small_cells_share_a_gpu_by_processors_and_memory(
     assert [record.getMessage() for record in caplog.records] == (
         ["the memory of a GPU suffices for 2 cells at once, not for 9"] if warns else []
     )
+
+
+@pytest.mark.parametrize(("memory", "each", "slots"), [(150e9, 1, 4), (80e9, 1, 2), (40e9, 1, 1), (150e9, 2, 4)])
+def test_large_cells_share_a_gpu_by_the_smallest(
+    memory: float, each: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """33 GB of a rank in fp32, at most four ranks; a larger cell waits for its lease."""
+    monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
+    monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(memory))})
+    monkeypatch.setattr(preflight, "lanes_of_host", lambda: 8)
+    monkeypatch.setattr(preflight, "available_memory", lambda: int(1e12))
+    ranks = Ranks(device="cuda", ranks_per_gpu=each)
+    cells = select_cells(Selection(profile="real-size", cells=("grpo-real/*/fsdp2/dp2/*",)))
+    assert len(preflight.leased_gpus(ranks, cells=cells)) == each
+    assert len(preflight.leased_gpus(ranks, cells=cells, workers=0)) == slots
 
 
 def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge() -> None:

@@ -24,7 +24,7 @@ from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.failure import FailureKind
-from conformance.runtime.gpu_inventory import shares_of
+from conformance.runtime.gpu_inventory import gpu_of, shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder
 from conformance.runtime.leased_slots import Gpus
 from conformance.runtime.slots import Lease, NoLease
@@ -84,12 +84,34 @@ def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, mon
         lease(3)
 
 
-@pytest.mark.parametrize("told", [{}, dict.fromkeys(GPUS, (0, 2**40))])
-def test_task_sized_by_memory_gets_every_share_of_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, tuple[int, int]]
+def test_shares_of_a_gpu_are_leased_as_its_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large cell waits for memory beside others, and not for a share; the largest has its GPUs for itself."""
+    monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", lambda: dict.fromkeys(GPUS, (0, 100)))
+    gpus = Gpus(shares_of(GPUS, 4), work_dir=tmp_path)
+
+    def lease(ranks: int, **memory: Any) -> Lease:
+        config = WorkerGroupConfig(size=ranks, device="cuda", preload=(), **memory)
+        return gpus.lease("ranks", config, prefer=(), limit_s=0.1, is_over=lambda: False)
+
+    small, large = lease(2, rank_memory=30), lease(2, rank_memory=60)
+    assert (small.block, large.block) == (shares_of(GPUS, 2)[:2], shares_of(GPUS, 2)[2:])
+    lease(2)  # of which nothing is known
+    with pytest.raises(NoLease, match="no lease within"):
+        lease(2, rank_memory=1)
+    gpus.give_back(small)
+    oracle = lease(1, gpu_memory=30)
+    assert len(oracle.block) == 1
+    with pytest.raises(NoLease, match="no lease within"):
+        lease(1, gpu_memory=101)
+    gpus.give_back(large)
+    gpus.give_back(oracle)
+    assert set(map(gpu_of, lease(1, gpu_memory=101).block)) == set(GPUS)
+
+
+def test_task_sized_by_memory_gets_every_share_of_host_if_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nothing is known of the memory of GPUs."""
-    monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", lambda: told)
+    monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", dict)
     everything = WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",), gpu_memory=1)
     folder = tmp_path / "met"
     with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:
