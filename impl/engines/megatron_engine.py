@@ -78,7 +78,7 @@ class MegatronEngine:
 
         from impl.megatron.gpt_model import RMSNorm, layer_spec, transformer_config
         from impl.megatron.model_config import ModelShape, read_shape, stages
-        from impl.megatron.versions import submodules
+        from impl.megatron.releases import submodules
 
         def spec(shape: ModelShape, layer: int) -> Any:
             parts = layer_spec(shape, layer)

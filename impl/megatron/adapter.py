@@ -45,7 +45,7 @@ from impl.models.support import is_older
 if TYPE_CHECKING:
     from impl.megatron.context import MegatronContext
 
-VERSIONS = ("0.16", "0.17", "0.18", "0.19")  # of megatron-core; impl.megatron.versions holds their differences
+VERSIONS = ("0.16", "0.17", "0.18", "0.19")  # of megatron-core; impl.megatron.releases holds their differences
 ENGINE = "transformer_engine.pytorch"
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 _admitted = False  # whether this process runs layouts with ``te``

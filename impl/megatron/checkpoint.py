@@ -30,8 +30,8 @@ from conformance.core.io import read_json
 from impl.interface.distributed import Group, on_all_ranks, on_first
 from impl.interface.trainable import Writing
 from impl.megatron.model_config import ModelShape
+from impl.megatron.releases import SAVE_OPTIONS, writer_of_common_state
 from impl.megatron.tensors import refuse_foreign
-from impl.megatron.versions import SAVE_OPTIONS, writer_of_common_state
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
 OPTIMIZERS = ("optimizer", "experts")  # keys of their states in a checkpoint

@@ -16,7 +16,7 @@ from conformance.spec.precision import BF16, F16
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.optimizers import updates_in_one_kernel
 from impl.interface.trainable import ContextConfig, code_that_ran
-from impl.megatron.versions import dtypes_of_buffers
+from impl.megatron.releases import dtypes_of_buffers
 
 # Megatron-FSDP's names of the ZeRO stages.
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -4,7 +4,7 @@ The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp. megat
 of the layout's dp and ep; consecutive ranks of dp x cp hold different experts.
 """
 
-from impl.megatron import imports  # noqa: F401 (it has to be imported before megatron-core)
+from impl.megatron import releases  # noqa: F401 (it has to be imported before megatron-core)
 
 # isort: split
 import os

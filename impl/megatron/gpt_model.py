@@ -39,8 +39,8 @@ from impl.interface.micro_batches import MicroBatch
 from impl.megatron.attention import DocumentRotary, Documents, RingCoreAttention, latent_config, place_latent
 from impl.megatron.model_config import EPS, ModelShape, Stages
 from impl.megatron.moe_config import Mixture, expert_sizes
+from impl.megatron.releases import submodules
 from impl.megatron.router import StepTopKRouter, number_routers
-from impl.megatron.versions import submodules
 from impl.models.tracing import token_numbers
 
 

@@ -25,7 +25,7 @@ from impl.models import support
 pytest.importorskip("megatron.core")
 from megatron.core.transformer import ModuleSpec
 
-from impl.megatron.versions import submodules
+from impl.megatron.releases import submodules
 
 READS_0_16 = pytest.mark.skipif(
     not support.is_older("megatron-core", 0, 17), reason="reads sources of megatron-core 0.16; later ones differ"

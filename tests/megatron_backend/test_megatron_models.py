@@ -309,7 +309,7 @@ def test_no_rank_has_imported_torchs_compiler(pool: Pool, tmp_path: Path) -> Non
 
 
 def test_what_megatron_core_decorates_is_compiled_on_gpus_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    from impl.megatron.imports import on_gpus_at_first_call
+    from impl.megatron.releases import on_gpus_at_first_call
 
     compiled: list[Any] = []
 
