@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_sample import Change, Tensors, Values, scale, unchanged, verdict_of
+from judge_sample import Change, Tensors, Values, clauses, scale, unchanged, verdict_of
 
 
 def test_a_stage_that_was_not_observed_shows_in_the_state(tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_a_stage_that_was_not_observed_shows_in_the_state(tmp_path: Path) -> Non
 
     verdict = verdict_of(tmp_path, change)
     assert verdict.state == "partly_observed"
-    assert verdict.reason.endswith("agree with the reference; not observed: log-probs")
+    assert clauses(verdict)[1:] == ["not observed: log-probs"]
 
 
 def test_a_norm_that_is_not_reported_is_no_loss_because_the_update_is_judged(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_norm_that_is_not_reported_is_no_loss_because_the_update_is_judged(tmp
 
     verdict = verdict_of(tmp_path, change)
     assert verdict.state == "conforms"
-    assert verdict.reason.endswith("; grad_norm is not reported, and judged by its effect at clipped update")
+    assert clauses(verdict)[1:] == ["grad_norm is not reported, and judged by its effect at clipped update"]
 
 
 def with_replicas(found: dict[str, Any]) -> Change:
@@ -45,13 +45,13 @@ NONE = {"offered": 0, "compared": 0, "differing": []}
 def test_replicas_that_the_layout_does_not_have_are_no_loss(tmp_path: Path, found: Values, layout: str) -> None:
     verdict = verdict_of(tmp_path, with_replicas(found), layout=layout)
     assert verdict.state == "conforms"
-    assert verdict.reason.endswith("; no two ranks hold the same: gradient replicas, weight replicas")
+    assert clauses(verdict)[1:] == ["no two ranks hold the same: gradient replicas, weight replicas"]
 
 
 def test_several_ranks_that_name_no_piece_are_not_believed_to_hold_none_alike(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, with_replicas(NONE), layout="dp2")
     assert verdict.state == "partly_observed"
-    assert verdict.reason.endswith("not observed: gradient replicas, weight replicas")
+    assert clauses(verdict)[1:] == ["not observed: gradient replicas, weight replicas"]
 
 
 def test_what_differs_differs_whatever_else_was_not_observed(tmp_path: Path) -> None:
@@ -72,4 +72,4 @@ def test_a_step_of_which_nothing_could_be_seen_proves_no_configuration(
     monkeypatch.setattr("judge_sample.evidence", lambda _: {"collectives": [], "products": [], "widths": []})
     verdict = verdict_of(tmp_path, unchanged, layout="dp1")
     assert verdict.state == "partly_observed"
-    assert verdict.reason.endswith("not observed: configuration")
+    assert clauses(verdict)[1:] == ["not observed: configuration"]

@@ -124,6 +124,15 @@ def verdict_of(tmp_path: Path, change: Change, **options: Any) -> Verdict:
     return judge([write(tmp_path / "cell", change, **options)], oracle=oracle, noise=())
 
 
+def clauses(verdict: Verdict) -> list[str]:
+    """Returns the parts of the verdict's reason, without the list of what is not proven.
+
+    Records of tests lack evidence, so each new item that a judge cannot prove is in many lists. tests/judge/
+    test_work_evidence.py and test_judge_evidence.py check the lists.
+    """
+    return [clause for clause in verdict.reason.split("; ") if not clause.startswith("not proven: ")]
+
+
 def scale(key: str, factor: float, *, at: int = 0) -> Change:
     def change(step: int, values: Values, tensors: Tensors) -> None:
         if step == at and key in values:
