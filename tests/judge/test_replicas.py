@@ -57,12 +57,12 @@ def test_the_furthest_copy_counts(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_of_pieces_that_all_differ_a_few_are_copied_at_a_time(pool: Pool, tmp_path: Path) -> None:
-    """Together, they are as large as a rank's part of the model: here 128 MiB, of which 4 MiB may be copied at once.
+    """Together, they are as large as a rank's part of the model: here 32 MiB, of which 4 MiB may be copied at once.
     What exchanges one piece takes seven times as much as the piece."""
-    drift = {"pieces": 64, "size": 2 * MIB, "copied_at_once": 4 * MIB}
+    drift = {"pieces": 16, "size": 2 * MIB, "copied_at_once": 4 * MIB}
     for found in in_ranks(pool, tmp_path, "drift_apart", ranks=2, **drift):
-        assert (found["differing"], found["walks"]) == (64, 1 + 32)
-        assert found["peak"] < 48 * MIB
+        assert (found["differing"], found["walks"]) == (16, 1 + 8)
+        assert found["peak"] < 32 * MIB
 
 
 def test_a_piece_that_is_larger_than_what_is_copied_at_a_time_is_copied_alone(pool: Pool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,13 @@ class Flaky(Plain):
         return super().supports(scenario, layout)
 
 
-@pytest.fixture(autouse=True)
-def healthy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_there", {})  # the adapter's process starts in the test, which may break it
-    yield
-    os.environ.pop(BROKEN, None)
+@contextmanager
+def broken(layout: str) -> Iterator[None]:
+    """The adapter fails at this layout: its process, which starts within, inherits the variable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_there", {})
+        patch.setenv(BROKEN, layout)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +73,9 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def run(chosen: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run whose first cell failed."""
-    registry._there.clear()
-    os.environ[BROKEN] = "dp1"
     out = tmp_path_factory.mktemp("run") / "out"
-    assert cli.main(["run", *chosen, "--out", str(out)]) == 3
-    os.environ.pop(BROKEN, None)
+    with broken("dp1"):
+        assert cli.main(["run", *chosen, "--out", str(out)]) == 3
     return out
 
 
@@ -157,14 +158,14 @@ def test_a_run_that_was_killed_goes_on_from_the_verdicts_that_it_wrote(
 
 def test_a_verdict_whose_record_is_damaged_counts_as_failed(chosen: list[str], out: Path) -> None:
     next(out.glob("cells/*dp2*/legs/0/record/record.jsonl")).unlink()
-    os.environ[BROKEN] = "dp2"
-    assert cli.main(["run", *chosen, "--resume", str(out)]) == 3
+    with broken("dp2"):
+        assert cli.main(["run", *chosen, "--resume", str(out)]) == 3
     assert states(out) == {FIRST: "conforms", SECOND: "infrastructure"}
 
 
 def test_the_first_failure_ends_a_run_that_is_asked_to(chosen: list[str], tmp_path: Path) -> None:
-    os.environ[BROKEN] = "dp1"
-    assert cli.main(["run", *chosen, "--fail-fast", "--out", str(tmp_path / "out")]) == 3
+    with broken("dp1"):
+        assert cli.main(["run", *chosen, "--fail-fast", "--out", str(tmp_path / "out")]) == 3
     assert states(tmp_path / "out") == {FIRST: "infrastructure", SECOND: "not_run"}
     assert read_run(tmp_path / "out")[0].finished is None
 
