@@ -189,7 +189,8 @@ class Quantity:
         """Sorts quantities by what they say about a cell, the most urgent last: those outside of their
         tolerance, then those that are compared with the oracle, then by ratio. A rebuilt number has a bound of a few
         units in the last place, so its ratio says nothing about the errors of the computation."""
-        return not self.ratio <= 1, not self.tensor.endswith(AGAINST_REBUILT), self.ratio
+        ratio = self.ratio
+        return not ratio <= 1, not self.tensor.endswith(AGAINST_REBUILT), ratio
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
@@ -280,11 +281,10 @@ class Verdict:
     @property
     def worst(self) -> dict[str, Quantity]:
         """Returns the most urgent quantity of each compared stage, in the order of first appearance."""
-        worst: dict[str, Quantity] = {}
+        by_stage: dict[str, list[Quantity]] = {}
         for q in self.quantities:
-            if q.stage not in worst or q.urgency > worst[q.stage].urgency:
-                worst[q.stage] = q
-        return worst
+            by_stage.setdefault(q.stage, []).append(q)
+        return {stage: max(found, key=lambda q: q.urgency) for stage, found in by_stage.items()}
 
     @property
     def closest(self) -> Quantity | None:

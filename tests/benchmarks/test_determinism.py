@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import determinism  # noqa: E402
 
 
-def test_a_run_that_judges_nothing_is_an_error(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/determinism.py", str(tmp_path / "out"), "--precisions", "nonsense"]
+def test_a_run_that_judges_nothing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["determinism.py", str(tmp_path / "out"), "--precisions", "nonsense"])
     for message in ("first run: parity run ended with 2", "is not empty; give a new folder"):
-        ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
-        assert ended.returncode == 2
-        assert message in ended.stderr.decode()
+        with pytest.raises(SystemExit, match="2"):
+            determinism.main()
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

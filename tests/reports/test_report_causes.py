@@ -4,13 +4,14 @@ import json
 import math
 import random
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from report_sample import CRASHED, DIFFERS, LATE, change, entries_of, entry_of, rewrite, sample_cell, write_sample
+from report_sample import CRASHED, DIFFERS, LATE, change, entries_of, entry_of, rewrite, sample_cell
 
 from conformance.core.host import CHECKOUT
 from conformance.results.bisection import OUTSIDE
@@ -28,10 +29,10 @@ LARGER = DIFFERS.replace("dp2.tp2", "dp4.tp2.seqpar")
 SMALLER = DIFFERS.replace("dp2.tp2", "tp2")
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def larger(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample, with two more cells that differ as DIFFERS does."""
-    folder = write_sample(tmp_path / "out")
+    folder = Path(shutil.copytree(sample, tmp_path_factory.mktemp("larger") / "out"))
     entries = entries_of(folder)
     differing = entry_of(folder, DIFFERS)
     for cell, ranks in ((LARGER, 8), (SMALLER, 2)):
@@ -40,6 +41,12 @@ def out(tmp_path: Path) -> Path:
         entries.append(changed)
     rewrite(folder, entries)
     return folder
+
+
+@pytest.fixture
+def out(larger: Path, tmp_path: Path) -> Path:
+    """A copy of the larger sample that a test may damage."""
+    return Path(shutil.copytree(larger, tmp_path / "out"))
 
 
 def test_causes_group_cells_by_first_differing_tensors(out: Path) -> None:

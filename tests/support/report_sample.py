@@ -383,15 +383,13 @@ def rewrite(out: Path, entries: Sequence[Entry], **run: Any) -> None:
 
 def change(out: Path, cell: str, *, verdict: dict[str, Any] | None = None, **fields: Any) -> None:
     """Change fields of one cell and of its verdict, consistently in both files. Other quantities have no strips."""
-    entries = []
     if verdict and "quantities" in verdict:
         verdict = {"strips": (), **verdict}
-    for entry in entries_of(out):
-        if entry.cell == cell:
-            entry = replace(entry, verdict=replace(entry.verdict, **(verdict or {})), **fields)
-            write_entry(out, entry)
-        entries.append(entry)
-    write_summary(out, RUN, [cell_summary(entry) for entry in entries])
+    listed = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]
+    entry = entry_of(out, cell)
+    entry = replace(entry, verdict=replace(entry.verdict, **(verdict or {})), **fields)
+    write_entry(out, entry)
+    write_summary(out, RUN, [cell_summary(entry) if one["id"] == cell else one for one in listed])
 
 
 def only_conforming(out: Path, **run: Any) -> None:
