@@ -296,7 +296,7 @@ def test_releases_of_deepspeed_that_lack_functions_are_refused_with_advice(
         ):
             entry.load()
     else:
-        assert entry.load().info.name == "deepspeed"
+        assert entry.load().describe().name == "deepspeed"
 
 
 @pytest.mark.parametrize(("version", "state"), [("5.16.1", "Unsupported"), ("5.17.0", "Supported")])
