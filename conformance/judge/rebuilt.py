@@ -29,8 +29,8 @@ from conformance.judge.tensor_views import (
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
+from conformance.oracle.loss_terms import divergence
 from conformance.oracle.optimizer import DRAWS, AdamW, Muon, clip_factor, make_optimizer
-from conformance.oracle.policy_gradient import divergence
 from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.objectives import REFERENCE_KL, PolicyGradient

@@ -1,16 +1,17 @@
-"""Defines what one document adds to a loss, and the interface of the functions that compute it.
+"""Defines what one document adds to a loss, who computes it, and the loss modes of a policy, from the papers.
 
 A function sees one document at a time, so this code knows nothing of rows, padding, packing, micro-batches or ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from conformance.spec.batch import KEPT, Batch, Document
+from conformance.spec.objectives import LossMode, PolicyGradient
 
 Totals = Mapping[str, float]  # sums over the optimizer step, such as the denominators of losses
 Earlier = Mapping[str, Tensor]  # the detached outputs of the models before this one, by role
@@ -112,3 +113,145 @@ def target_distributions(logits: Tensor, document: Document, *, stable: torch.dt
 def target_positions(document: Document) -> Tensor:
     """Returns positions of the target tokens, (targets,) int64; each is predicted at the position before it."""
     return torch.tensor([i for i, target in enumerate(document.targets) if target], dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTerms:
+    """Holds the policy loss of one response before aggregation; every tensor is (targets,).
+
+    losses: to be minimised. ratio: new to old policy, before clipping. approx_kl: log p_old - log p, an estimate of the
+    KL to the old policy. clipped: whether the clip changed the gain. clipped_lower: whether dual clip raised it.
+    """
+
+    losses: Tensor
+    ratio: Tensor
+    approx_kl: Tensor
+    clipped: Tensor
+    clipped_lower: Tensor
+
+
+def vanilla(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Clips the ratio of each token: arXiv 1707.06347, equation 7; dual clip: arXiv 1912.09729, equation 5."""
+    log_ratio = (logprobs - old).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    gain, clipped = _clipped_gain(ratio, advantage, objective)
+    lower = torch.zeros_like(clipped)
+    if objective.clip_ratio_c is not None:
+        least = objective.clip_ratio_c * advantage
+        lower = (advantage < 0) & (gain < least)
+        gain = torch.where(advantage < 0, torch.maximum(gain, least), gain)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
+
+
+def gspo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Clips the ratio of the sequence, with the gradient of each token's own: arXiv 2507.18071, equation 14."""
+    log_ratio = logprobs - old
+    ratio = (log_ratio.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
+    gain, clipped = _clipped_gain(ratio, advantage, objective)
+    lower = torch.zeros_like(clipped)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
+
+
+def cispo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Weights the policy gradient of each token by its clipped ratio: arXiv 2506.13585, equations 4 and 5."""
+    log_ratio = (logprobs - old).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high)
+    gain = weight.detach() * advantage * logprobs
+    lower = torch.zeros_like(gain, dtype=torch.bool)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=weight != ratio, clipped_lower=lower)
+
+
+def sapo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Weights the advantage by a sigmoid of the ratio that has slope 1 at ratio 1: arXiv 2511.20347, equation 6."""
+    log_ratio = (logprobs - old).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    tau = torch.full_like(ratio, objective.tau_neg)
+    tau[advantage > 0] = objective.tau_pos
+    gain = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+    never = torch.zeros_like(gain, dtype=torch.bool)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=never, clipped_lower=never)
+
+
+def geo_mean(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Weights the advantage by the geometric mean of the clipped ratios of the tokens: arXiv 2507.20673, equation 4."""
+    log_ratio = logprobs - old
+    near = log_ratio.clamp(-objective.clip_ratio_low, objective.clip_ratio_high)
+    sign = advantage.sign()
+    clipped = sign * near < sign * log_ratio
+    taken = torch.where(clipped, near, log_ratio).where(sign != 0, 0)
+    gain = taken.mean().exp() * advantage
+    lower = torch.zeros_like(clipped)
+    ratio = log_ratio.clamp(-20, 20).exp()
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
+
+
+def _clipped_gain(ratio: Tensor, advantage: Tensor, objective: PolicyGradient) -> tuple[Tensor, Tensor]:
+    """Returns the smaller of the gains with the free and the clipped ratio, and whether it is the clipped one."""
+    free = ratio * advantage
+    bounded = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high) * advantage
+    return torch.minimum(free, bounded), bounded < free
+
+
+LOSS_MODES: dict[LossMode, Callable[[Tensor, Tensor, Tensor, PolicyGradient], PolicyTerms]] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "geo_mean": geo_mean,
+}
+
+
+def value_losses(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: float) -> tuple[Tensor, Tensor]:
+    """Returns, per token, half the larger squared error of free and clipped value, and whether it is the latter.
+
+    ``wanted``: the returns. ``old``: the values before the update.
+    """
+    near = torch.minimum(torch.maximum(values, old - cliprange), old + cliprange)
+    free, bounded = (values - wanted).square(), (near - wanted).square()
+    return torch.maximum(free, bounded) / 2, bounded > free
+
+
+def importance(old: Tensor, sampled: Tensor, objective: PolicyGradient) -> Tensor:
+    """Returns the bounded importance weights of a response's tokens that another policy sampled."""
+    assert objective.rollout_is_threshold is not None
+    log_ratio, cap = old - sampled, objective.rollout_is_threshold
+    if objective.rollout_is == "sequence":
+        log_ratio = log_ratio.sum().expand_as(log_ratio)
+    weights = log_ratio.clamp(-20, 20).exp()
+    return weights * (weights <= cap) if objective.rollout_is_mask else weights.clamp(max=cap)
+
+
+def divergence(log_ratio: Tensor, kind: str) -> Tensor:
+    """Estimates KL(policy, reference) from ``log_ratio`` = log p - log p_reference of sampled tokens.
+
+    http://joschu.net/blog/kl-approx.html, with the bounds of verl on k3.
+    """
+    match kind:
+        case "kl":
+            return log_ratio
+        case "abs":
+            return log_ratio.abs()
+        case "mse":
+            return log_ratio.square() / 2
+        case "low_var_kl":
+            log_ratio = log_ratio.clamp(-20, 20)
+            return ((-log_ratio).exp() + log_ratio - 1).clamp(-10, 10)
+    raise AssertionError(kind)
+
+
+def values_of(output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
+    """Returns the critic's number at the position that predicts each target token, (targets,)."""
+    return output[target_positions(document) - 1, 0].to(stable)
+
+
+def entropies(logits: Tensor, document: Document, *, stable: torch.dtype, temperature: float) -> Tensor:
+    """Returns -sum p log p of the distributions that the target tokens are drawn from, (targets,), in nats."""
+    every = target_distributions(logits, document, stable=stable, temperature=temperature)
+    return -(every.exp() * every.where(every.isfinite(), 0)).sum(-1)
+
+
+def of_targets(document: Document, name: str, stable: torch.dtype) -> Tensor:
+    """Returns a column's numbers for the target tokens, (targets,)."""
+    column: Any = document.columns[name]
+    return torch.tensor([x for x, target in zip(column, document.targets, strict=True) if target], dtype=stable)

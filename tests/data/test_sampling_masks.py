@@ -10,8 +10,7 @@ import torch
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.rollouts import read_groups
-from conformance.oracle.loss_terms import target_logprobs
-from conformance.oracle.policy_gradient import entropies
+from conformance.oracle.loss_terms import entropies, target_logprobs
 from conformance.spec.batch import KEPT, Document, Row
 from conformance.spec.scenario import load_scenario
 from impl.interface.micro_batches import collate

@@ -10,6 +10,7 @@ from rl_sides import IMPL, ORACLE, each_document
 from torch import Tensor
 
 from conformance.core.errors import UsageError
+from conformance.oracle import loss_terms
 from conformance.oracle import policy_gradient as oracle
 from conformance.spec.batch import Document
 from conformance.spec.objectives import DiscountOver, Grpo, LossAggMode, LossMode, PolicyGradient, Ppo
@@ -28,7 +29,7 @@ def response(length: int, *, group: int = 0, reward: float = 1.0, dtype: torch.d
 
 
 def test_both_sides_implement_every_loss_mode() -> None:
-    assert set(impl_losses.LOSS_MODES) == set(oracle.LOSS_MODES) == set(get_args(LossMode))
+    assert set(impl_losses.LOSS_MODES) == set(loss_terms.LOSS_MODES) == set(get_args(LossMode))
 
 
 @pytest.mark.parametrize("objective", OF_EACH_LOSS_MODE, ids=get_args(LossMode))

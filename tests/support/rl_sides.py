@@ -11,6 +11,7 @@ from rl_cases import GARBAGE, Documents, Rollout, pack
 from rl_libraries import float64_by_default
 from torch import Tensor
 
+from conformance.oracle import loss_terms
 from conformance.oracle import policy_gradient as oracle
 from conformance.spec.batch import Batch, Column, Document, Row
 from conformance.spec.objectives import Grpo, LossAggMode, PolicyGradient, Ppo
@@ -248,7 +249,7 @@ def _oracle_estimate(of: list[advantages.Response], objective: Grpo | Ppo) -> tu
     documents = [document for batch in annotated for document in batch.documents]
 
     def column(name: str) -> Documents:
-        return [oracle.of_targets(document, name, torch.float64) for document in documents]
+        return [loss_terms.of_targets(document, name, torch.float64) for document in documents]
 
     return column("advantage"), column("return") if isinstance(objective, Ppo) else None
 
@@ -269,7 +270,7 @@ def _oracle_rewards(response: advantages.Response, **penalty: Any) -> Tensor:
 def _oracle_losses(
     new: Tensor, old: Tensor, advantage: Tensor, *, objective: PolicyGradient
 ) -> tuple[Tensor, Tensor, Tensor]:
-    terms = oracle.LOSS_MODES[objective.loss_mode](new, old, advantage, objective)
+    terms = loss_terms.LOSS_MODES[objective.loss_mode](new, old, advantage, objective)
     return terms.losses, terms.clipped, terms.clipped_lower
 
 
@@ -331,11 +332,11 @@ ORACLE = Side(
     penalty=lambda length, objective: oracle.GrpoFunctions(objective).score(
         Document((7,) * (length + 1), (False,) + (True,) * length, {"reward": 0.0})
     ),
-    importance_weights=lambda old, sampled, *, threshold, level="token", mask=False: oracle.importance(
+    importance_weights=lambda old, sampled, *, threshold, level="token", mask=False: loss_terms.importance(
         old, sampled, PolicyGradient(rollout_is_threshold=threshold, rollout_is=level, rollout_is_mask=mask)
     ),
-    kl_estimate=lambda new, reference, kind: oracle.divergence(new - reference, kind),
-    value_losses=oracle.value_losses,
+    kl_estimate=lambda new, reference, kind: loss_terms.divergence(new - reference, kind),
+    value_losses=loss_terms.value_losses,
     policy=_oracle_policy,
     critic=_oracle_critic,
 )
