@@ -35,11 +35,13 @@ from conformance.records.header_checks import noise_runs
 from conformance.results.verdict import Verdict
 from conformance.runner.environment import model_sizes
 from conformance.runner.resource_estimate import (
+    CONTEXT,
     ON_GPU,
     Estimate,
     Size,
     Total,
     estimate,
+    leased_bytes,
     on_slots,
     oracle_bytes,
     rank_bytes,
@@ -96,7 +98,6 @@ def leased_gpus(ranks: Ranks, *, cells: Sequence[Cell] = (), workers: int = 1) -
 
 MOST_ON_A_GPU = 16  # ranks at once; each has a context, and so has each idle rank
 MOST_LARGE = 4  # ranks of large models at once
-CONTEXT = 2e9  # bytes of a GPU for a rank: context, communicators, workspaces; with those of idle ranks
 FILLED = 0.8  # share of a GPU's memory
 
 
@@ -115,7 +116,7 @@ def _cells_on_a_gpu(cells: Sequence[Cell], gpus: Sequence[str], each: int) -> in
     if small:
         most = min(most, int(FILLED * min(memory) / (CONTEXT + max(map(rank_bytes, small.values())))))
     if large:
-        most = min(most, MOST_LARGE, int(ROOM * min(memory) / min(map(rank_bytes, large))))
+        most = min(most, MOST_LARGE, int(ROOM * min(memory) / min(map(leased_bytes, large))))
     return max(1, most // each)
 
 

@@ -34,6 +34,7 @@ JUDGE = 4.5  # copies, in float64: rounding errors of moments and weights, and t
 PIECES = 0.5e9  # bytes of oracle and judge in allocations below glibc's mmap threshold, which are released late
 AT_ONCE = 0.5  # share of their peak that ranks use while the oracle is at its peak, and the other way round
 ON_GPU = 3e9  # bytes of the host's memory for a rank on a GPU: CUDA, libraries, and the weights that it reads
+CONTEXT = 2e9  # bytes of a GPU for a rank: context, communicators, workspaces
 IDLE = 150e6  # bytes that an idle rank on the CPU keeps between cells
 OVERHEAD_S = 5.0  # seconds per cell for ranks, meshes and collectives
 DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judged
@@ -197,6 +198,15 @@ def rank_bytes(cell: Cell) -> float:
     return max(_rank(phase, cell.scenario, size) for phase in cell.phases)
 
 
+def leased_bytes(cell: Cell) -> int:
+    """Estimates the bytes that a rank takes of its GPU, for its lease: with a context, and as if nothing were sharded.
+
+    What torch and DeepSpeed reserve is up to 1.6 times what a rank's tensors need (openPangu 1B, exact, H200).
+    """
+    size = size_of(cell.scenario)
+    return round(CONTEXT + max(_rank(phase, cell.scenario, size, is_cut=False) for phase in cell.phases))
+
+
 def gpu_bytes(cell: Cell, size: Size, adapters: Mapping[BackendEntry, Adapter]) -> float:
     """Estimates the bytes of the fullest GPU, with one rank on each, from shapes and the layout.
 
@@ -280,9 +290,9 @@ def _idle_groups(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
     return sum(worker_groups.values())
 
 
-def _rank(phase: Phase, scenario: Scenario, size: Size) -> float:
+def _rank(phase: Phase, scenario: Scenario, size: Size, *, is_cut: bool = True) -> float:
     layout, own = phase.layout, scenario.tier.master.bytes
-    states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.recorded + _frozen(size)
+    states = STATES * size.trained / (layout.tp * layout.pp if is_cut else 1) + PASSING * size.recorded + _frozen(size)
     return RANK + states * own + LOGITS * _tokens_at_once(phase, scenario) * size.vocabulary * own
 
 

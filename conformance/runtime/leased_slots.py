@@ -146,7 +146,7 @@ class LeasedSlots:
         return f"{size} of {len(names)} {self._what}; leased are {taken}"
 
 
-ROOM = 0.9  # share of a GPU's memory for the worker groups on it; idle ones also have contexts there
+ROOM = 0.94  # share of a GPU's memory for the worker groups at work on it; idle ones have contexts there, too
 
 
 def needed_of(config: WorkerGroupConfig, block: Block) -> int:

@@ -72,6 +72,11 @@ class WorkerGroupConfig:
                 "memory_limit_bytes limits address space, which CUDA reserves freely; leave it out for cuda"
             )
 
+    @property
+    def wants_memory(self) -> bool:
+        """Whether a GPU's memory is leased for it."""
+        return bool(self.gpu_memory or self.rank_memory)
+
 
 class Pollable(Protocol):
     """An object with a file descriptor that can be polled."""

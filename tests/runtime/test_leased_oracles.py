@@ -97,7 +97,7 @@ def test_shares_of_a_gpu_are_leased_as_its_memory_allows(tmp_path: Path, monkeyp
     assert (small.block, large.block) == (shares_of(GPUS, 2)[:2], shares_of(GPUS, 2)[2:])
     lease(2)  # of which nothing is known
     with pytest.raises(NoLease, match="no lease within"):
-        lease(2, rank_memory=1)
+        lease(2, rank_memory=5)
     gpus.give_back(small)
     oracle = lease(1, gpu_memory=30)
     assert len(oracle.block) == 1
@@ -106,6 +106,27 @@ def test_shares_of_a_gpu_are_leased_as_its_memory_allows(tmp_path: Path, monkeyp
     gpus.give_back(large)
     gpus.give_back(oracle)
     assert set(map(gpu_of, lease(1, gpu_memory=101).block)) == set(GPUS)
+
+
+def test_no_idle_ranks_stay_beside_those_of_a_large_model(tmp_path: Path) -> None:
+    """A context and what libraries keep are two gigabytes, for each backend that a share had."""
+    with Pool(work_dir=tmp_path / "worlds", slots=Gpus(GPUS[:1], work_dir=tmp_path / "worlds")) as pool:
+
+        def is_used(key: str, rank_memory: int) -> bool:
+            preload = ("worker_group_tasks",)
+            outcome = pool.run(
+                key=key,
+                config=WorkerGroupConfig(size=1, device="cpu", preload=preload, rank_memory=rank_memory),
+                task="worker_group_tasks:visible",
+                kwargs={},
+                log_dir=tmp_path / "logs",
+                budget_s=60,
+            )
+            assert results(outcome) == ["GPU-a"]
+            return outcome.used
+
+        asked = [("a", 0), ("b", 0), ("a", 0), ("b", 1), ("b", 1), ("a", 0)]
+        assert [is_used(*one) for one in asked] == [False, False, True, True, True, False]
 
 
 def test_task_sized_by_memory_gets_every_share_of_host_if_nothing_is_known(
