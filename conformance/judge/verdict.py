@@ -12,11 +12,12 @@ backend names the pieces of its ranks, and no two of them are the same.
 import math
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from conformance.judge.clips import check_decided, decided_alike, undecided
 from conformance.judge.diagnosis import (
     Facts,
     backward_place,
@@ -46,15 +47,14 @@ from conformance.judge.tolerance import (
 )
 from conformance.numerics.sketch import is_part, is_projected
 from conformance.oracle.defects import variant_of
-from conformance.oracle.primitives import NEAR_CLIP
+from conformance.records.header_checks import noise_runs
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import NOT_SEEN, Quantity, State, Verdict
 from conformance.spec.batch import Batch
 from conformance.spec.conventions import Convention
 from conformance.spec.known_defects import Defect, parse_defects
-from conformance.spec.observables import CONFIGURATION, Observable, is_unread, stages
-from conformance.spec.precision import PrecisionName
+from conformance.spec.observables import Observable, is_unread, stages
 
 
 def unobserved(
@@ -165,8 +165,8 @@ def judge(
     # A value near a tie of a coarse format rounds either way, and moves its neighbours past further ties.
     coarse = not scenario.tier.is_exact and any(isinstance(one, Convention) and one.coarse for one in defects)
     limited = frozenset[str]() if coarse else gradients
-    near = near_clips(noise)
-    noise = [run for run in noise if not near_clips([run])]  # what it shows is not rounding
+    made = len(noise)
+    noise = decided_alike(noise, oracle, precision)
     runs = [_judged_rows(measure([run], oracle, without_rows=without_rows), coarse) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, limited)]
@@ -201,7 +201,9 @@ def judge(
     order = {stage: i for i, stage in enumerate(stages(observables))}
     found.sort(key=lambda m: (m.step, order[m.stage], backward_place(m.tensor) if m.stage in gradients else ()))
     facts = facts_of_steps(phases, oracle, scenario, observables)
-    check_decided([m for m in found if m.error > bounds[m.key]], near, observables, precision)
+    beyond = [m for m in found if m.error > bounds[m.key]]
+    if beyond and made == len(noise_runs(precision)):
+        check_decided(beyond, undecided(phases, oracle, noise, precision), observables, precision)
     quantities = without_bare_factors([_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found])
     strips = tuple(m.strip for m in found if m.strip)
     author = second_class_of(oracle)
@@ -235,33 +237,6 @@ def judge(
     more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *notes]
     state: State = "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the reference", *more]))
-
-
-def near_clips(noise: Sequence[Record]) -> dict[int, int]:
-    """Returns how many ratios are so near to a clip that rounding decides about them, by step; none without any."""
-    return {step.step: int(count) for run in noise for step in run.steps if (count := step.value(NEAR_CLIP))}
-
-
-def check_decided(
-    beyond: Sequence[Measurement], near: Mapping[int, int], observables: Sequence[Observable], precision: PrecisionName
-) -> None:
-    """Raises RecordError if all that is ``beyond`` its bound may follow from ratios that rounding takes to either side
-    of a clip (``near_clips``): the loss and what follows it at the first such step, and all that comes later.
-
-    What has a bound of its own, such as a rebuilt number or a replica, is not held against the oracle.
-    """
-    order = {stage: i for i, stage in enumerate(stages(observables))}
-    first = min(near, default=0)
-
-    def may_follow(m: Measurement) -> bool:
-        is_after = m.step > first or (m.step == first and order[m.stage] >= order["loss"])
-        return is_after and m.fixed is None and m.stage != CONFIGURATION.stage
-
-    if near and beyond and all(map(may_follow, beyond)):
-        raise RecordError(
-            f"at step {first}, {near[first]} of the ratios are so near to a clip that {precision} may round them to "
-            "either side, and what differs follows from that; run the cell in the exact tier"
-        )
 
 
 def _judged_rows(measured: Iterable[Measurement], coarse: bool) -> list[Measurement]:

@@ -3,6 +3,7 @@
 A function sees one document at a time, so this code knows nothing of rows, padding, packing, micro-batches or ranks.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from conformance.spec.batch import KEPT, Batch, Document
 from conformance.spec.objectives import LossMode, PolicyGradient
+from conformance.spec.observables import distance_of
 
 Totals = Mapping[str, float]  # sums over the optimizer step, such as the denominators of losses
 Earlier = Mapping[str, Tensor]  # the detached outputs of the models before this one, by role
+TINY = 1e-30  # a lower clip of 0 is no clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +28,32 @@ class Term:
     values: numbers by the key of an observable, summed over documents.
     highest: numbers by the key of an observable, whose maximum over documents is recorded.
     rows: (targets,) numbers by the key of an observable, one for each target of the document in order.
+    clips: by a quantity of conformance.judge.clips, how far it is from a clip (to_nearest), (targets,).
     """
 
     loss: Tensor | None
     values: dict[str, float] = field(default_factory=dict)
     highest: dict[str, float] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
+    clips: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def recorded(self) -> dict[str, Tensor]:
+        """Returns the rows, and the distances to clips under their own keys."""
+        return {**self.rows, **{distance_of(name): distances for name, distances in self.clips.items()}}
+
+
+def to_nearest(x: Tensor, *clips: tuple[Tensor | float, Tensor | bool]) -> Tensor:
+    """Returns how far each number of ``x`` is from the nearest of its clips, negative below it; infinite without one.
+
+    ``clips``: where the loss or a gradient jumps, and for which numbers it does.
+    """
+    x = x.detach()
+    nearest = torch.full_like(x, torch.inf)
+    for clip, applies in clips:
+        distance = (x - clip).where(torch.as_tensor(applies), torch.inf)
+        nearest = torch.where(distance.abs() < nearest.abs(), distance, nearest)
+    return nearest
 
 
 class OracleFunctions(Protocol):
@@ -121,6 +144,7 @@ class PolicyTerms:
 
     losses: to be minimised. ratio: new to old policy, before clipping. approx_kl: log p_old - log p, an estimate of the
     KL to the old policy. clipped: whether the clip changed the gain. clipped_lower: whether dual clip raised it.
+    to_clip: of the logarithm of the ratio, to a clip at which the gradient jumps (to_nearest).
     """
 
     losses: Tensor
@@ -128,6 +152,7 @@ class PolicyTerms:
     approx_kl: Tensor
     clipped: Tensor
     clipped_lower: Tensor
+    to_clip: Tensor
 
 
 def vanilla(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
@@ -140,16 +165,34 @@ def vanilla(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyG
         least = objective.clip_ratio_c * advantage
         lower = (advantage < 0) & (gain < least)
         gain = torch.where(advantage < 0, torch.maximum(gain, least), gain)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
+    (low, _), (high, _) = bounds_of_log_ratio(objective)
+    lost = (20.0 if objective.clip_ratio_c is None else math.log(objective.clip_ratio_c), advantage < 0)
+    return PolicyTerms(
+        losses=-gain,
+        ratio=ratio,
+        approx_kl=-log_ratio,
+        clipped=clipped,
+        clipped_lower=lower,
+        to_clip=to_nearest(log_ratio, (low, advantage < 0), (high, advantage > 0), lost),
+    )
 
 
 def gspo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
     """Clips the ratio of the sequence, with the gradient of each token's own: arXiv 2507.18071, equation 14."""
     log_ratio = logprobs - old
-    ratio = (log_ratio.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
+    of_sequence = log_ratio.mean().detach()
+    ratio = (of_sequence + logprobs - logprobs.detach()).clamp(max=10).exp()
     gain, clipped = _clipped_gain(ratio, advantage, objective)
-    lower = torch.zeros_like(clipped)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
+    (low, _), (high, _) = bounds_of_log_ratio(objective)
+    clips = (low, advantage < 0), (high, advantage > 0), (10.0, advantage < 0)
+    return PolicyTerms(
+        losses=-gain,
+        ratio=ratio,
+        approx_kl=-log_ratio,
+        clipped=clipped,
+        clipped_lower=torch.zeros_like(clipped),
+        to_clip=to_nearest(of_sequence.expand_as(log_ratio), *clips),
+    )
 
 
 def cispo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
@@ -158,8 +201,14 @@ def cispo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGra
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high)
     gain = weight.detach() * advantage * logprobs
-    lower = torch.zeros_like(gain, dtype=torch.bool)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=weight != ratio, clipped_lower=lower)
+    return PolicyTerms(
+        losses=-gain,
+        ratio=ratio,
+        approx_kl=-log_ratio,
+        clipped=weight != ratio,
+        clipped_lower=torch.zeros_like(gain, dtype=torch.bool),
+        to_clip=to_nearest(log_ratio),  # the weight of the gradient bends at a clip, and does not jump
+    )
 
 
 def sapo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
@@ -170,7 +219,14 @@ def sapo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGrad
     tau[advantage > 0] = objective.tau_pos
     gain = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
     never = torch.zeros_like(gain, dtype=torch.bool)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=never, clipped_lower=never)
+    return PolicyTerms(
+        losses=-gain,
+        ratio=ratio,
+        approx_kl=-log_ratio,
+        clipped=never,
+        clipped_lower=never,
+        to_clip=to_nearest(log_ratio),
+    )
 
 
 def geo_mean(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
@@ -181,9 +237,19 @@ def geo_mean(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: Policy
     clipped = sign * near < sign * log_ratio
     taken = torch.where(clipped, near, log_ratio).where(sign != 0, 0)
     gain = taken.mean().exp() * advantage
-    lower = torch.zeros_like(clipped)
-    ratio = log_ratio.clamp(-20, 20).exp()
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
+    return PolicyTerms(
+        losses=-gain,
+        ratio=log_ratio.clamp(-20, 20).exp(),
+        approx_kl=-log_ratio,
+        clipped=clipped,
+        clipped_lower=torch.zeros_like(clipped),
+        to_clip=to_nearest(log_ratio, (-objective.clip_ratio_low, sign < 0), (objective.clip_ratio_high, sign > 0)),
+    )
+
+
+def bounds_of_log_ratio(objective: PolicyGradient) -> tuple[tuple[float, bool], tuple[float, bool]]:
+    """Returns the clips of the logarithm of a ratio for to_nearest, of every token."""
+    return (math.log(max(1 - objective.clip_ratio_low, TINY)), True), (math.log1p(objective.clip_ratio_high), True)
 
 
 def _clipped_gain(ratio: Tensor, advantage: Tensor, objective: PolicyGradient) -> tuple[Tensor, Tensor]:
@@ -212,14 +278,29 @@ def value_losses(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: floa
     return torch.maximum(free, bounded) / 2, bounded > free
 
 
+def to_clips_of_value(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: float) -> dict[str, Tensor]:
+    """Returns how far values are from where the gradient of their loss jumps.
+
+    A value that leaves the range towards its return loses its gradient. Beyond the return it gets one again, where it
+    is further from its return than the clipped value: at 2 return - old value -+ cliprange.
+    """
+    low, high = old - cliprange, old + cliprange
+    leaves = to_nearest(values, (low, wanted < values), (high, wanted > values))
+    again = to_nearest(values, (2 * wanted - low, wanted < low), (2 * wanted - high, wanted > high))
+    return {"critic.value": leaves, "critic.value beyond its return": again}
+
+
 def importance(old: Tensor, sampled: Tensor, objective: PolicyGradient) -> Tensor:
     """Returns the bounded importance weights of a response's tokens that another policy sampled."""
     assert objective.rollout_is_threshold is not None
-    log_ratio, cap = old - sampled, objective.rollout_is_threshold
-    if objective.rollout_is == "sequence":
-        log_ratio = log_ratio.sum().expand_as(log_ratio)
-    weights = log_ratio.clamp(-20, 20).exp()
+    cap, weights = objective.rollout_is_threshold, log_weight(old, sampled, objective).clamp(-20, 20).exp()
     return weights * (weights <= cap) if objective.rollout_is_mask else weights.clamp(max=cap)
+
+
+def log_weight(old: Tensor, sampled: Tensor, objective: PolicyGradient) -> Tensor:
+    """Returns the logarithms of unbounded importance weights."""
+    log_ratio = old - sampled
+    return log_ratio.sum().expand_as(log_ratio) if objective.rollout_is == "sequence" else log_ratio
 
 
 def divergence(log_ratio: Tensor, kind: str) -> Tensor:
@@ -238,6 +319,17 @@ def divergence(log_ratio: Tensor, kind: str) -> Tensor:
             log_ratio = log_ratio.clamp(-20, 20)
             return ((-log_ratio).exp() + log_ratio - 1).clamp(-10, 10)
     raise AssertionError(kind)
+
+
+def to_clip_of_kl(log_ratio: Tensor, kind: str) -> Tensor:
+    """Returns how far log-ratios are from where the gradient of ``divergence`` jumps, to first order."""
+    match kind:
+        case "abs":
+            return log_ratio.detach()
+        case "low_var_kl":
+            x = log_ratio.detach().clamp(-20, 20)
+            return ((-x).exp() + x - 11) / (1 - (-x).exp()).abs()
+    return to_nearest(log_ratio)
 
 
 def values_of(output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:

@@ -93,15 +93,15 @@ class MultiToken:
         return Term(loss=loss, values={"loss": loss.item()}, rows=rows)
 
 
-def functions_of(objective: Objective, variant: Variant = HONEST, *, near_clip: float = 0.0) -> OracleFunctions:
-    """Returns the functions of a scenario's objective. ``near_clip``: see Policy.
+def functions_of(objective: Objective, variant: Variant = HONEST) -> OracleFunctions:
+    """Returns the functions of a scenario's objective.
 
     Raises UsageError for a kind that is not in FUNCTIONS.
     """
     known_kinds(FUNCTIONS, objective, who="the oracle (conformance/oracle/objectives.py)")
     functions = FUNCTIONS[objective.kind](objective)
     if isinstance(functions, ResponseFunctions):
-        functions.variant, functions.near_clip = variant, near_clip
+        functions.variant = variant
     return functions
 
 

@@ -18,21 +18,25 @@ from conformance.oracle.loss_terms import (
     Earlier,
     Term,
     Totals,
+    bounds_of_log_ratio,
     divergence,
     entropies,
     importance,
+    log_weight,
     of_targets,
     target_logprobs,
     target_positions,
+    to_clip_of_kl,
+    to_clips_of_value,
+    to_nearest,
     value_losses,
     values_of,
 )
-from conformance.oracle.primitives import HONEST, NEAR_CLIP, Variant
+from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import GIVEN, Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, PolicyGradient, Ppo, terms_of
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 
-TINY = 1e-30  # a lower clip of 0 is no clip
 Responses = list[list[Tensor]]  # by mini-batch and document: one number for each token of the response
 
 
@@ -40,7 +44,6 @@ class ResponseFunctions:
     """Computes what GRPO and PPO have in common, one response after another."""
 
     variant: Variant = HONEST
-    near_clip: float = 0.0  # see Policy
 
     def __init__(self, objective: PolicyGradient) -> None:
         self.objective = objective
@@ -183,31 +186,19 @@ class ResponseFunctions:
                 assert self.objective.loss_scale_factor is not None
                 return 1 / sequences / self.objective.loss_scale_factor
 
-    def _moved_over_clips(self, logprobs: Tensor, old: Tensor, advantage: Tensor) -> tuple[Tensor, int]:
-        """Moves each log-ratio that is nearer than ``near_clip`` to a clip to its other side, and counts them.
-
-        Only clips of tokens that change a gradient: for a positive advantage the upper one, for a negative advantage
-        the lower one and the dual clip. Without effect for other modes than "vanilla".
-        """
-        o, count = self.objective, 0
-        clips = [(1 + o.clip_ratio_high, advantage > 0), (1 - o.clip_ratio_low, advantage < 0)]
-        clips += [(o.clip_ratio_c, advantage < 0)] if o.clip_ratio_c is not None else []
-        for bound, is_clipped in clips if self.near_clip and o.loss_mode == "vanilla" else ():
-            log_ratio, clip = (logprobs - old).detach(), math.log(max(bound, TINY))
-            is_near = is_clipped & ((log_ratio - clip).abs() < self.near_clip)
-            other = torch.where(log_ratio.exp() > bound, clip - self.near_clip, clip + self.near_clip)
-            logprobs, count = logprobs + (other - log_ratio).where(is_near, 0.0), count + int(is_near.sum())
-        return logprobs, count
-
     def of_policy(self, logprobs: Tensor, entropy: Tensor, document: Document, totals: Totals) -> Term:
         """Computes the policy's term from log-probs and entropies of the response's tokens, (targets,) each."""
         o, stable = self.objective, logprobs.dtype
         old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
-        moved, near_clip = self._moved_over_clips(logprobs, old, advantage)
-        policy = LOSS_MODES[o.loss_mode](moved, old, advantage, o)
-        losses, ratio = policy.losses, policy.ratio
+        policy = LOSS_MODES[o.loss_mode](logprobs, old, advantage, o)
+        losses, ratio, clips = policy.losses, policy.ratio, {"ratio": policy.to_clip}
+        if o.loss_mode == "cispo":
+            clips["counted ratio"] = to_nearest(ratio.log(), *bounds_of_log_ratio(o))
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)
+            if o.rollout_is_mask:  # a weight that is only bounded does not jump
+                sampled = of_targets(document, "rollout_logprob", stable)
+                clips["importance"] = log_weight(old, sampled, o) - math.log(o.rollout_is_threshold)
         mean = self.weight(len(losses), totals)
         weight, of_entropy = (_given(document, f"{name}_weight", mean) for name in ("token", "entropy"))
         rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage}
@@ -216,6 +207,7 @@ class ResponseFunctions:
         if o.kl_loss_coef:
             reference = of_targets(document, "reference_logprob", stable)
             rows[REFERENCE_KL] = divergence(logprobs - reference, o.kl_loss_type)
+            clips[REFERENCE_KL] = to_clip_of_kl(logprobs - reference, o.kl_loss_type)
             parts["kl_loss"] = weight * rows[REFERENCE_KL]
             parts["loss"] = parts["loss"] + o.kl_loss_coef * parts["kl_loss"]
         of_metric = _given(document, "metric_weight", 1 / totals["token_count"])
@@ -227,14 +219,14 @@ class ResponseFunctions:
         }
         values = {key: terms.sum().item() for key, terms in parts.items()}
         values |= {key: (of_metric * numbers.sum()).item() for key, numbers in means.items()}
-        values |= {NEAR_CLIP: float(near_clip)} if near_clip else {}
         rows |= {terms_of(key): terms for key, terms in parts.items()}
         rows |= {"approx_kl": policy.approx_kl, "old_logprob": old}
         if not o.recompute_old_logprobs:
             del rows["old_logprob"]
         if o.has_reference:
             rows["reference.logprob"] = of_targets(document, "reference_logprob", stable)
-        return Term(loss=parts["loss"].sum(), values=values, rows=rows, highest={"ratio_max": ratio.max().item()})
+        highest = {"ratio_max": ratio.max().item()}
+        return Term(loss=parts["loss"].sum(), values=values, rows=rows, highest=highest, clips=clips)
 
     def of_critic(self, values: Tensor, document: Document, totals: Totals) -> Term:
         """Computes the critic's term from its values at the response's tokens, (targets,)."""
@@ -355,7 +347,8 @@ class PpoFunctions(ResponseFunctions):
         share = _given(document, "metric_weight", 1 / totals["token_count"]) * clipped.to(values.dtype).sum()
         numbers = {"critic.loss": loss.item(), "critic.clipfrac": share.item()}
         rows = {"critic.value": values, "critic.old_value": old, "return": wanted}
-        return Term(loss=loss, values=numbers, rows=rows)
+        clips = to_clips_of_value(values, old, wanted, cliprange=self.objective.cliprange_value)
+        return Term(loss=loss, values=numbers, rows=rows, clips=clips)
 
 
 def _given(document: Document, column: str, weight: float) -> float:

@@ -11,7 +11,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conformance.oracle.loss_terms import Earlier, OracleFunctions, Term, Totals, target_logprobs, target_positions
+from conformance.oracle.loss_terms import (
+    Earlier,
+    OracleFunctions,
+    Term,
+    Totals,
+    target_logprobs,
+    target_positions,
+    to_nearest,
+)
 from conformance.spec.batch import Batch, Document
 from conformance.spec.observables import POLICY, REFERENCE, REWARD, terms_of
 from conformance.spec.offline import (
@@ -54,15 +62,17 @@ class PreferenceFunctions:
         score, logprobs = self._score(document, {**earlier, POLICY.name: output}, stable=stable)
         margin = side * (score - self._scores[pair, -side]) - self.objective.target_margin
         of_pair = self._loss(margin) / totals["pair_count"]
-        rows = {"logprob": logprobs, "margin": margin.expand_as(logprobs)}
+        rows, clips = {"logprob": logprobs, "margin": margin.expand_as(logprobs)}, {}
+        if self.objective.loss_type == "hinge":
+            clips["margin"] = to_nearest(rows["margin"], (1 / self.objective.beta, True))
         if side < 0:
-            return Term(loss=of_pair, rows=rows)
+            return Term(loss=of_pair, rows=rows, clips=clips)
         likelihood = -logprobs / totals["chosen_count"]
         loss = of_pair + self.objective.sft_coef * likelihood.sum()
         values = {"loss": loss.item()}
         if self.objective.sft_coef:
             values["nll_loss"] = likelihood.sum().item()
-        return Term(loss=loss, values=values, rows={**rows, terms_of("loss"): loss[None]})
+        return Term(loss=loss, values=values, rows={**rows, terms_of("loss"): loss[None]}, clips=clips)
 
     def _score(
         self, document: Document, outputs: Mapping[str, Tensor], *, stable: torch.dtype

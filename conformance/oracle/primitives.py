@@ -20,7 +20,6 @@ from conformance.spec.batch import Batch, Document, Row
 
 Weights = dict[str, Tensor]
 UNNAMED = "(unnamed) "  # prefix of trained tensors that are in no folder and in no record
-NEAR_CLIP = "ratios_near_clip"  # value of a further noise run: how many ratios were taken to the other side of a clip
 UNNAMED_NORM = "unnamed_grad_norm"  # value of a step: the 2-norm of the gradients of unnamed tensors
 
 
@@ -31,9 +30,8 @@ class Policy:
     compute: matrix products and activations. stable: norms, softmax, rotary tables, the loss, master weights, gradients
     and optimizer. fused: use torch's attention kernel, which most backends run below the exact tier and which rounds
     differently from the plain formula. tokens: the least number of tokens in a product with a layer's matrix; missing
-    tokens are filled with zeros (in_products_of). lookups: the number of micro-batches of a step, each of which adds up
-    the gradients of its embeddings at once (OneLookup); 0: each document does. near_clip: log-ratios that are nearer to
-    a clip are taken for ones on its other side.
+    tokens are filled with zeros (in_products_of). lookups: the number of micro-batches of a step, of all data-parallel
+    ranks, each of which adds up the gradients of its embeddings at once (OneLookup); 0: each document does.
     """
 
     compute: torch.dtype
@@ -41,7 +39,6 @@ class Policy:
     fused: bool = False
     tokens: int = 0
     lookups: int = 0
-    near_clip: float = 0.0
 
     @property
     def before_updates(self) -> "Policy":

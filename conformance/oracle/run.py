@@ -150,7 +150,6 @@ def header(
     }
 
 
-NEAR_CLIP_IN_FP32 = 2.0**-17  # log-ratios in float32 are up to 2.3e-6 off (grpo-off-policy/gemma3, dp2)
 # The reference, and the noise runs of each precision: with the fused attention kernel and by the plain formula.
 POLICIES: Mapping[str, Policy] = {
     FLOAT64: Policy(torch.float64, torch.float64),
@@ -235,15 +234,13 @@ def run_oracle(
 def policy_of(name: str, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
     """Returns the policy of a run.
 
-    In fp32 the "-plain" noise run takes a ratio that is so near to a clip that rounding decides for one on the other
-    side. On a CPU, it adds up the gradients of a micro-batch's embeddings at once, as if one rank had all rows. On a
-    GPU, it has products of as many tokens as a micro-batch of one of two data-parallel ranks: there, rounding depends
-    on the size of a product (docs/explanations/tolerances.md).
+    On a CPU the "-plain" noise run adds up the gradients of a micro-batch's embeddings at once, as if one rank had all
+    rows. On a GPU, it has products of as many tokens as a micro-batch of one of two
+    data-parallel ranks: there, rounding depends on the size of a product (docs/explanations/tolerances.md).
     """
     policy = POLICIES[name]
     if policy.fused or policy.compute == torch.float64:
         return policy
-    policy = replace(policy, near_clip=NEAR_CLIP_IN_FP32 if policy.compute == torch.float32 else 0.0)
     if device == "cpu":
         return replace(policy, lookups=scenario.accumulation)
     rows = max(1, len(batches[0].rows) // (2 * scenario.accumulation))

@@ -160,7 +160,7 @@ def observe(
     """
     if batch.target_count == 0:
         raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
-    functions = functions_of(objective, variant, near_clip=policy.near_clip)
+    functions = functions_of(objective, variant)
     totals = functions.totals(batch)
     leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
     values: dict[str, float] = defaultdict(float, totals)
@@ -225,7 +225,7 @@ def observe(
                     values[key] += number
                 for key, number in term.highest.items():
                     highest[key] = max(number, highest.get(key, number))
-                for key, tensor in term.rows.items():
+                for key, tensor in term.recorded.items():
                     parts[key].append(tensor.detach())
         for key, tensors in parts.items():
             rows[key][row.index] = torch.cat(tensors)

@@ -183,6 +183,11 @@ def terms_of(key: str) -> str:
     return f"{key}_terms"
 
 
+def distance_of(quantity: str) -> str:
+    """Returns the key of rows that only the oracle records: how far this quantity of each token is from a clip."""
+    return f"{quantity}_to_clip"
+
+
 def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
     """Declares a scalar that reports draw. ``words``: its name. ``printed``: verl's name for it, if not ``key``."""
     title = f"{words} ({printed or key})"
