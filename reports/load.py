@@ -19,9 +19,11 @@ from conformance.records.header_checks import check_oracle, noise_runs
 from conformance.records.record_format import Lines, RecordError, read_lines
 from conformance.results.baseline import Outcome
 from conformance.results.changes import Since
+from conformance.results.requirements import TO
 from conformance.results.run_results import SUMMARY, Run, inside, outcomes_of, read_output_json, states_of
 from conformance.results.trust import CheckedCell, read_cells
 from conformance.results.verdict import STATES, Quantity, RunVerdict, State
+from conformance.spec.layout import Layout
 
 _PACKAGE = Path(__file__).resolve().parent
 # Next to ``reports`` in a checkout, inside it in an installed wheel.
@@ -146,21 +148,22 @@ def _status_of_files(out: Path) -> Iterator[object]:
             yield str(file), status.st_ino, status.st_size, status.st_ctime_ns
 
 
-def _complete(out: Path, cell: CheckedCell, noise: Callable[[Path, Path, str], tuple[Lines, ...]]) -> Cell:
+def _complete(out: Path, cell: CheckedCell, noise: Callable[[Path, Path, str, int], tuple[Lines, ...]]) -> Cell:
     """Adds the logs and the noise of its precision to a cell."""
     entry = cell.entry
     is_sound = entry.verdict.state in ("conforms", "partly_observed")
     logs, files = ({}, {}) if is_sound else _read_logs(out, out / entry.folder)
     runs: tuple[Lines, ...] = ()
     if entry.oracle and cell.oracle:
-        runs = noise(out, (out / entry.folder / entry.oracle).resolve(), entry.variant.partition("/")[0])
+        ranks = min(Layout.parse(layout).data for layout in entry.layout.split(TO))
+        runs = noise(out, (out / entry.folder / entry.oracle).resolve(), entry.variant.partition("/")[0], ranks)
     return Cell(**vars(cell), logs=logs, files=files, noise=runs)
 
 
-def _noise(out: Path, oracle: Path, precision: str) -> tuple[Lines, ...]:
+def _noise(out: Path, oracle: Path, precision: str, data_ranks: int) -> tuple[Lines, ...]:
     """Returns the lines of the single-process runs in a precision, as far as they are intact."""
     found = []
-    for run in noise_runs(precision):
+    for run in noise_runs(precision, data_ranks):
         with contextlib.suppress(UsageError, RecordError):
             lines = read_lines(inside(out, oracle / run))
             check_oracle(oracle / run, lines.header, precision=run)

@@ -71,7 +71,7 @@ def read_records(cell: str, phases: Sequence[Path], oracle: Path, *, defects: tu
     return Records(
         phases=records,
         oracle=reference,
-        noise=_read_noise(oracle, scenarios[0], reference, defects),
+        noise=_read_noise(oracle, records, reference, defects),
         batches=read_choices(reference, scenarios[0]),
     )
 
@@ -281,12 +281,16 @@ def _check_shapes(record: Record) -> None:
                 )
 
 
-def _read_noise(folder: Path, scenario: Scenario, oracle: Record, defects: tuple[Defect, ...]) -> tuple[Record, ...]:
+def _read_noise(
+    folder: Path, phases: Sequence[Record], oracle: Record, defects: tuple[Defect, ...]
+) -> tuple[Record, ...]:
     """Reads the oracle's runs in the cell's precision, which begin where the float64 run begins.
 
     Further runs exist only where a cell differs by the first one (conformance.runner.session).
     """
-    first, further = noise_runs(scenario.precision)[:1], noise_runs(scenario.precision)[1:]
+    scenario = phases[0].scenario
+    runs = noise_runs(scenario.precision, min(phase.layout.data for phase in phases))
+    first, further = runs[:1], runs[1:]
     made = (*first, *(name for name in further if os.path.lexists(folder / name)))  # a broken link counts as well
     noise = tuple(_read_oracle(folder, name, scenario, defects) for name in made)
     for run in noise:

@@ -43,7 +43,7 @@ from conformance.oracle.step import (
     run_rollout_pass,
     with_columns,
 )
-from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, precision_of_run
+from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, parts_of_run, precision_of_run
 from conformance.records.step_tensors import RecordWriter, file_sha256
 from conformance.runtime.messages import mark
 from conformance.spec.batch import Batch, Column, Document, Row, expert_column, write_batches
@@ -234,15 +234,16 @@ def run_oracle(
 def policy_of(name: str, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
     """Returns the policy of a run.
 
-    On a CPU the "-plain" noise run adds up the gradients of a micro-batch's embeddings at once, as if one rank had all
-    rows. On a GPU, it has products of as many tokens as a micro-batch of one of two
+    On a CPU the "-plain" noise run adds up the gradients of a micro-batch's embeddings at once, those of the rows that
+    one of its data-parallel ranks holds. On a GPU, it has products of as many tokens as a micro-batch of one of two
     data-parallel ranks: there, rounding depends on the size of a product (docs/explanations/tolerances.md).
     """
+    name, ranks = parts_of_run(name)
     policy = POLICIES[name]
     if policy.fused or policy.compute == torch.float64:
         return policy
     if device == "cpu":
-        return replace(policy, lookups=scenario.accumulation)
+        return replace(policy, lookups=scenario.accumulation * ranks)
     rows = max(1, len(batches[0].rows) // (2 * scenario.accumulation))
     return replace(policy, tokens=rows * max(batch.max_len for batch in batches))
 

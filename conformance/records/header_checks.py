@@ -14,22 +14,33 @@ from conformance.spec.precision import PRECISIONS, PrecisionName
 
 ORACLE = "oracle"  # the name of both the cell and the backend in the headers of the oracle's records
 FLOAT64 = "float64"  # the precision of the oracle run that cells are compared with
+OF_RANKS = "-dp"  # in the name of a run, before the number of data-parallel ranks
 CHOICES = "choices.safetensors"  # in the folder of that run: the frozen batches with the choices of its routers
 
 
-def noise_runs(precision: str) -> tuple[str, ...]:
+def noise_runs(precision: str, data_ranks: int = 1) -> tuple[str, ...]:
     """Names the oracle runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
 
     The first run uses torch's fused attention kernel. The second run uses the plain formula, except in passes before
     the first update of a rollout; it is only made if a cell differs by the first run. A backend uses one of the two.
+    In half precision there is a second run for each number of ``data_ranks`` of a cell, because rounding depends on the
+    rows whose embeddings a rank adds up (conformance.oracle.primitives.OneLookup).
     """
-    has_noise = {name for name, tier in PRECISIONS.items() if not tier.is_exact}
-    return (precision, f"{precision}-plain") if precision in has_noise else ()
+    tier = next((tier for name, tier in PRECISIONS.items() if name == precision and not tier.is_exact), None)
+    if not tier:
+        return ()
+    return precision, f"{precision}-plain" + (f"{OF_RANKS}{data_ranks}" if tier.is_half and data_ranks > 1 else "")
+
+
+def parts_of_run(run: str) -> tuple[str, int]:
+    """Returns the name of a run without its number of data-parallel ranks, and this number."""
+    name, _, ranks = run.partition(OF_RANKS)
+    return name, int(ranks or 1)
 
 
 def precision_of_run(run: str) -> PrecisionName:
     """Returns the precision in which the oracle computes this run."""
-    return next(name for name in PRECISIONS if run in (noise_runs(name) or (FLOAT64,)))
+    return next(name for name in PRECISIONS if parts_of_run(run)[0] in (noise_runs(name) or (FLOAT64,)))
 
 
 def check_cell(folder: Path, header: Line, *, cell: str) -> None:

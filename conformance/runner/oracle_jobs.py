@@ -45,7 +45,7 @@ from conformance.models.synthetic import is_large
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
 from conformance.oracle.run import POLICIES
-from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
+from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, parts_of_run
 from conformance.records.record_format import RECORD_FILE, RecordError
 from conformance.records.step_tensors import file_sha256, read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
@@ -176,7 +176,7 @@ class Oracles:
 
     def more_noise(self, cell: Cell, inputs: FrozenInputs, variants: Sequence[Defects] = ()) -> bool:
         """Makes the further noise runs of a cell. Returns whether there are any, and all succeeded."""
-        further = noise_runs(cell.scenario.precision)[1:]
+        further = noise_runs(cell.scenario.precision, min(phase.layout.data for phase in cell.phases))[1:]
         self._start(cell, inputs, further, variants)
         return bool(further) and not self._wait(cell, further, variants)
 
@@ -264,7 +264,8 @@ class Oracles:
         logs: Path,
     ) -> Outcome:
         leased = None if device == "cpu" else self._leased
-        needed = bytes_needed(cell.scenario, inputs.models, POLICIES[policy]) if is_large(cell.scenario) else 0
+        dtypes = POLICIES[parts_of_run(policy)[0]]
+        needed = bytes_needed(cell.scenario, inputs.models, dtypes) if is_large(cell.scenario) else 0
         config = WorkerGroupConfig(
             size=1,
             device=device,

@@ -21,6 +21,7 @@ from conformance.core.host import cache_folder, resolve
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell, Phase
 from conformance.oracle.run import POLICIES
+from conformance.records.header_checks import noise_runs
 from conformance.records.step_tensors import read_record
 from conformance.runner.oracle_jobs import COMPUTED_WITH, Oracles, _cache_key, prune
 from conformance.spec.batch import read_batches, write_batches
@@ -258,11 +259,12 @@ def test_an_oracle_with_a_defect_has_a_folder_of_its_own_and_so_has_its_noise(ca
         oracles.request(asked, inputs, defects)
         assert oracles.wait(asked, defects) == ""
         honest, wrong = oracles.published(asked), oracles.published(asked, defects)
-        assert not (oracles.folder(asked, defects) / "bf16-plain").exists()
+        (further,) = noise_runs("bf16", asked.phases[0].layout.data)[1:]
+        assert not (oracles.folder(asked, defects) / further).exists()
         assert oracles.more_noise(asked, inputs, [defects])
     assert len(entries(cache)) == 6
     assert wrong.name.startswith("llama-rounded-masters-")
-    for policy in ("float64", "bf16", "bf16-plain"):
+    for policy in ("float64", "bf16", further):
         said = read_record(wrong / policy).header["backend"]["defects"]
         assert said == [{"kind": "rounded-masters", "precision": "bf16"}]
         assert read_record(honest / policy).header["backend"]["defects"] == []

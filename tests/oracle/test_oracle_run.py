@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import toy_objectives
+from conftest import make_cell
+from oracle_cells import OracleRuns, as_cell
 from safetensors.torch import save_file
 from torch import Tensor
 
 from conformance.core.host import FIXTURES
+from conformance.judge.verdict import judge
 from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
@@ -354,3 +357,14 @@ def outputs(folder: Path, weights: Weights, document: Document) -> Tensor:
 
 def logprobs(folder: Path, weights: Weights, document: Document) -> Tensor:
     return target_logprobs(outputs(folder, weights, document), document, stable=torch.float64)
+
+
+def test_the_further_noise_run_of_a_data_parallel_cell_adds_up_the_embeddings_of_one_ranks_rows(tmp_path: Path) -> None:
+    """A backend that adds up those of all rows in bf16 is too far off for two data-parallel ranks, and not for one."""
+    cell = make_cell("sft-long", "gemma3", "dp1", "bf16", seed=5, steps=1)
+    runs = OracleRuns(cell, tmp_path)
+    names = [noise_runs("bf16", ranks)[1] for ranks in (1, 2)]
+    of_all = as_cell(runs.record((), names[0]), tmp_path / "cell", cell)
+    noise = [[runs.record((), run) for run in ("bf16", name)] for name in names]
+    verdicts = [judge([of_all], oracle=runs.record(), noise=of_run) for of_run in noise]
+    assert [verdict.state for verdict in verdicts] == ["conforms", "differs"]

@@ -88,7 +88,7 @@ def test_policies_of_the_oracle() -> None:
     } == POLICIES
 
 
-@pytest.mark.parametrize(("run", "name"), [("float64", "exact"), ("fp16", "fp16"), ("bf16-plain", "bf16")])
+@pytest.mark.parametrize(("run", "name"), [("float64", "exact"), ("fp16", "fp16"), ("bf16-plain-dp4", "bf16")])
 def test_precision_of_an_oracle_run(run: str, name: str) -> None:
     assert precision_of_run(run) == name
 
