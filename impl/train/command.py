@@ -1,4 +1,4 @@
-"""Runs the command ``parity train``, which conformance/core/packages.py finds.
+"""Runs the command ``parity train``, which conformance/core/packages.py finds, by its options and those of a recipe.
 
 Under torchrun this process is a rank of the training; otherwise it starts the ranks. Slow imports happen when the
 command runs.
@@ -9,20 +9,28 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.io import MIB, read_text, read_toml
 from conformance.spec.objectives import BUILT_IN
 from impl.train.flags import (
     COMMANDS,
+    EMBEDDED,
+    ROLLOUT,
     Parser,
+    TrainOptions,
+    Value,
     add_flags,
+    flags_of,
     given_values,
     merge_values,
     not_trained,
-    read_recipe,
     resolve_options,
-    summary,
+    unknown_option,
+    written,
 )
+from impl.train.rewards import ARITHMETIC, reward_name
 
 RANK = "impl.train.launch"  # the module that runs a rank
 
@@ -85,6 +93,49 @@ class Train:
 
 
 TRAIN = Train()
+
+
+def read_recipe(path: Path, command: str) -> dict[str, Value]:
+    """Reads the options in a TOML file, or in a YAML file if its name ends in .yaml or .yml.
+
+    Raises UsageError for an unreadable file, an unknown option, an option of another command, and a value of another
+    type.
+    """
+    try:
+        values = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_toml(path)
+    except FileNotFoundError:
+        raise UsageError(f"there is no recipe {path}; give --config a TOML or YAML file") from None
+    flags = flags_of(command)
+    found: dict[str, Value] = {}
+    for name, value in values.items():
+        if (flag := flags.get(name)) is None:
+            raise UsageError(f"{path}: {unknown_option(str(name), command)}")
+        if not flag.in_recipe:
+            raise UsageError(f"{path}: {name} is not allowed in a recipe; use the option {written(name)}")
+        found[name] = flag.typed(value, source=str(path))
+    return found
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(read_text(path, limit=MIB))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UsageError(f"{path} is not valid YAML: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} must hold options (name: value), got {shown(values)}")
+    return values
+
+
+def summary(options: TrainOptions, command: str) -> str:
+    """Describes what is trained on what; needs no slow import, so that a user sees it at once."""
+    data = options.dataset or f"{EMBEDDED[command]}, embedded in the package (--dataset gives your own)"
+    parts = [f"{command} of {options.pretrain} on {options.backend}", f"data: {data}"]
+    if command in ROLLOUT:
+        by_default = "" if options.reward else " (--reward gives another)"
+        parts.append(f"reward: {reward_name(options.dataset or ARITHMETIC, options.reward)}{by_default}")
+    return "; ".join(parts)
 
 
 def _torchrun_ranks() -> int | None:

@@ -11,18 +11,16 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from conformance.core import errors
-from conformance.core.errors import UsageError, one_line, shown
-from conformance.core.io import MIB, read_text, read_toml
+from conformance.core.errors import UsageError, shown
 from conformance.spec.objectives import BUILT_IN, AdvantageEstimator, LossMode
 from conformance.spec.offline import PreferenceLoss
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import TooLong
 from impl.train.foreign_options import FOREIGN, endings
-from impl.train.rewards import ARITHMETIC, REWARDS, reward_name
+from impl.train.rewards import ARITHMETIC, REWARDS
 
 COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",
@@ -369,7 +367,7 @@ class Parser(errors.Parser):
     """Parses one of the commands: an unknown option may belong to another command."""
 
     def unknown(self, option: str) -> str:
-        return _unknown(option, self.prog.rpartition(" ")[2], written=written)
+        return unknown_option(option, self.prog.rpartition(" ")[2], written=written)
 
 
 def add_flags(to: argparse.ArgumentParser, command: str) -> None:
@@ -388,27 +386,6 @@ def add_flags(to: argparse.ArgumentParser, command: str) -> None:
 
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
-
-
-def read_recipe(path: Path, command: str) -> dict[str, Value]:
-    """Reads the options in a TOML file, or in a YAML file if its name ends in .yaml or .yml.
-
-    Raises UsageError for an unreadable file, an unknown option, an option of another command, and a value of another
-    type.
-    """
-    try:
-        values = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_toml(path)
-    except FileNotFoundError:
-        raise UsageError(f"there is no recipe {path}; give --config a TOML or YAML file") from None
-    flags = flags_of(command)
-    found: dict[str, Value] = {}
-    for name, value in values.items():
-        if (flag := flags.get(name)) is None:
-            raise UsageError(f"{path}: {_unknown(str(name), command)}")
-        if not flag.in_recipe:
-            raise UsageError(f"{path}: {name} is not allowed in a recipe; use the option {written(name)}")
-        found[name] = flag.typed(value, source=str(path))
-    return found
 
 
 def merge_values(given: Mapping[str, Value], recipe: Mapping[str, Value]) -> dict[str, Value]:
@@ -437,17 +414,7 @@ def resolve_options(given: Mapping[str, Value], recipe: Mapping[str, Value], com
     return options
 
 
-def summary(options: TrainOptions, command: str) -> str:
-    """Describes what is trained on what; needs no slow import, so that a user sees it at once."""
-    data = options.dataset or f"{EMBEDDED[command]}, embedded in the package (--dataset gives your own)"
-    parts = [f"{command} of {options.pretrain} on {options.backend}", f"data: {data}"]
-    if command in ROLLOUT:
-        by_default = "" if options.reward else " (--reward gives another)"
-        parts.append(f"reward: {reward_name(options.dataset or ARITHMETIC, options.reward)}{by_default}")
-    return "; ".join(parts)
-
-
-def _unknown(name: str, command: str, *, written: Callable[[str], str] = str) -> str:
+def unknown_option(name: str, command: str, *, written: Callable[[str], str] = str) -> str:
     """Explains that a command does not have an option. ``written``: how names of options are written."""
     bare = name.removeprefix("--").removeprefix("no-").replace("-", "_")
     flags = flags_of(command)
@@ -468,18 +435,6 @@ def _unknown(name: str, command: str, *, written: Callable[[str], str] = str) ->
     close = difflib.get_close_matches(bare, flags, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(written, close))}?" if close else "see --help for all options"
     return f"there is no option {shown(name)}; {hint}"
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        values = yaml.safe_load(read_text(path, limit=MIB))
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UsageError(f"{path} is not valid YAML: {one_line(error)}") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} must hold options (name: value), got {shown(values)}")
-    return values
 
 
 def given_values(options: argparse.Namespace, command: str) -> dict[str, Value]:

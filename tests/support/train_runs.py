@@ -12,9 +12,9 @@ from conformance.core.host import FIXTURES
 from conformance.runtime import Outcome, Pool
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
-from impl.train.command import TRAIN
+from impl.train.command import TRAIN, read_recipe
 from impl.train.config import OutputConfig, RolloutConfig, TrainConfig, to_json
-from impl.train.flags import EMBEDDED, ROLLOUT, given_values, merge_values, read_recipe, resolve_options
+from impl.train.flags import EMBEDDED, ROLLOUT, given_values, merge_values, resolve_options
 from impl.train.logging import read_log
 from impl.train.options import train_config
 

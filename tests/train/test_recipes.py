@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from conformance.core.host import FIXTURES
-from impl.train.command import TRAIN
-from impl.train.flags import read_recipe, resolve_options
+from impl.train.command import TRAIN, read_recipe
+from impl.train.flags import resolve_options
 from impl.train.options import train_config
 from impl.train.plan import GIB, memory_of, peak_of, sampler_of
 

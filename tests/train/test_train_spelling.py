@@ -8,7 +8,8 @@ import pytest
 from train_runs import TINY, config_of
 
 from conformance.core.errors import UsageError
-from impl.train.flags import FLAGS, read_recipe
+from impl.train.command import read_recipe
+from impl.train.flags import FLAGS
 from impl.train.foreign_options import FOREIGN
 
 
