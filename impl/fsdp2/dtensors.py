@@ -1,8 +1,8 @@
 """Gathers, fills, clips and saves many DTensors at a time.
 
-``DTensor.full_tensor`` needs a collective per tensor, and a tiny cell spends most of its time waiting for all ranks to
-join. Here, all tensors that are sharded along their first dimension over the same single mesh axis share one
-collective. Filling a DTensor from a file needs none.
+``DTensor.full_tensor`` needs a collective per tensor and axis, and a tiny cell spends most of its time waiting for all
+ranks to join. Here, all tensors that are sharded over the same mesh axis share one collective. Filling a DTensor from a
+file needs none.
 
 ``torch.nn.utils.clip_grad_norm_`` rejects parameters on different meshes (a tensor-parallel weight is a 2-D DTensor, a
 norm weight a 1-D one). To count every element once, a local sum of squares is summed over the mesh axes that shard the
@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,41 +36,74 @@ from impl.interface.sharded_safetensors import Regions, fill
 from impl.interface.trainable import Writing
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """A mesh axis that splits a DTensor along the dimension ``dim``. length: of this dimension before the split, on
+    this rank."""
+
+    axis: int
+    dim: int
+    length: int
+
+
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
     """Returns the full tensor of each DTensor, in the same order, on every rank; collective."""
-    batches: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
-    full: dict[int, torch.Tensor] = {}
-    for i, tensor in enumerate(tensors):
-        axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-        if len(axes) == 1 and type(tensor.placements[axes[0]]) is Shard and tensor.placements[axes[0]].is_shard(0):
-            batches[tensor.device_mesh, axes[0], tensor.dtype].append(i)
-        else:
-            full[i] = tensor.full_tensor()
-    for (mesh, axis, _), members in batches.items():
-        wholes = _gather([tensors[i] for i in members], mesh.get_group(axis), mesh.size(axis))
-        full |= dict(zip(members, wholes, strict=True))
-    return [full[i] for i in range(len(tensors))]
+    cuts = [_cuts(tensor) for tensor in tensors]
+    full = [t.full_tensor() if c is None else t.to_local() for t, c in zip(tensors, cuts, strict=True)]
+    left = [[*(c or ())] for c in cuts]
+    while any(left):  # each round gathers every tensor over one more axis
+        batches: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
+        for i, of_tensor in enumerate(left):
+            if of_tensor:
+                batches[tensors[i].device_mesh, of_tensor[0].axis, tensors[i].dtype].append(i)
+        for (mesh, axis, _), members in batches.items():
+            at = [left[i].pop(0) for i in members]
+            parts = [full[i].movedim(cut.dim, 0) for i, cut in zip(members, at, strict=True)]
+            wholes = _gather(parts, [cut.length for cut in at], mesh.get_group(axis), mesh.size(axis))
+            for i, cut, whole in zip(members, at, wholes, strict=True):
+                full[i] = whole.movedim(0, cut.dim).contiguous()
+    return full
 
 
-def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
-    """Pads pieces to the same number of rows, concatenates and gathers them at once, and splits the result."""
-    shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # shape of a padded piece
-    lengths = [math.prod(shape) for shape in shapes]
-    everyone = tensors[0].to_local().new_empty(size * sum(lengths))
-    dist.all_gather_into_tensor(everyone, _end_to_end(tensors, lengths), group=group)
-    columns = everyone.view(size, -1).split(lengths, dim=1)
+def _cuts(tensor: DTensor) -> list[_Cut] | None:
+    """Returns the splits of a DTensor, the last one first; None if only torch can put its parts together."""
+    mesh = tensor.device_mesh
+    shards = [(axis, p) for axis, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(axis) > 1]
+    if _packed_axis(tensor) is not None or not all(isinstance(p, Shard | _StridedShard) for _, p in shards):
+        return None
+    # FSDP2 splits the parts of tensor parallelism, though its axis comes first: it is the strided one.
+    shards.sort(key=lambda shard: isinstance(shard[1], _StridedShard))
+    lengths, cuts = list(tensor.shape), list[_Cut]()
+    for axis, placement in shards:
+        dim = cast(Shard, placement).dim
+        cuts.insert(0, _Cut(axis=axis, dim=dim, length=lengths[dim]))
+        rows = -(-lengths[dim] // mesh.size(axis))
+        lengths[dim] = max(0, min(rows, lengths[dim] - rows * mesh.get_local_rank(axis)))
+    assert tuple(lengths) == tensor.to_local().shape, f"{tensor.placements} of {tuple(tensor.shape)} cut otherwise"
+    return cuts
+
+
+def _gather(parts: list[torch.Tensor], lengths: list[int], group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
+    """Gathers the parts of several tensors, each split along its first dimension of the given length, at once.
+
+    Parts are padded to the same number of rows and concatenated; the result is split again.
+    """
+    shapes = [(-(-length // size), *part.shape[1:]) for part, length in zip(parts, lengths, strict=True)]  # padded
+    numbers = [math.prod(shape) for shape in shapes]
+    everyone = parts[0].new_empty(size * sum(numbers))
+    dist.all_gather_into_tensor(everyone, _end_to_end(parts, numbers), group=group)
+    columns = everyone.view(size, -1).split(numbers, dim=1)
     return [
-        column.reshape(size * shape[0], *shape[1:])[: tensor.shape[0]]
-        for column, tensor, shape in zip(columns, tensors, shapes, strict=True)
+        column.reshape(size * shape[0], *shape[1:])[:length]
+        for column, shape, length in zip(columns, shapes, lengths, strict=True)
     ]
 
 
-def _end_to_end(tensors: list[DTensor], lengths: list[int]) -> torch.Tensor:
-    """Concatenates this rank's pieces, each padded to its length."""
-    own = tensors[0].to_local().new_zeros(sum(lengths))
-    for tensor, piece in zip(tensors, own.split(lengths), strict=True):
-        local = tensor.to_local().flatten()
-        piece[: local.numel()] = local
+def _end_to_end(parts: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
+    """Concatenates this rank's parts, each padded to its number of elements."""
+    own = parts[0].new_zeros(sum(numbers))
+    for part, piece in zip(parts, own.split(numbers), strict=True):
+        piece[: part.numel()] = part.flatten()
     return own
 
 

@@ -102,6 +102,12 @@ def test_offload_keeps_parameters_on_host_and_not_buffers(
     assert results == [{"parameters": ["cpu"], "buffers": ["meta"]}] * 2
 
 
+@pytest.mark.exhaustive  # cells of odd shapes show it as well
+@pytest.mark.parametrize("layout", ["dp2.tp2", "tp2"])
+def test_gathered_tensors_are_those_that_were_cut(run_ranks: Run, layout: str) -> None:
+    assert not any(run_ranks("gathered_wrongly", layout))
+
+
 @pytest.mark.parametrize(("vocabulary", "sizes"), [(264, [88, 88, 88]), (7, [3, 3, 1]), (4, [2, 2, 0])])
 def test_vocabulary_shards_begin_where_dtensor_cuts(run_ranks: Run, vocabulary: int, sizes: list[int]) -> None:
     results = run_ranks("vocabulary_shards", "tp3", vocabulary=vocabulary)

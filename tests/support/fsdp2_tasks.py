@@ -3,6 +3,7 @@
 The reference is one process, float64, one document at a time, without padding, packing or any code of impl/.
 """
 
+import itertools
 import json
 import random
 import shutil
@@ -15,7 +16,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from conformance.core.host import FIXTURES
 from conformance.numerics.float64_tier import exact_tier
@@ -25,6 +28,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.trainer import target_rows
+from impl.fsdp2.dtensors import full_tensors
 from impl.fsdp2.model_parallel import vocabulary_shard
 from impl.interface.micro_batches import MicroBatch, Outputs, collate
 from impl.interface.trainable import ContextConfig, get_context
@@ -378,3 +382,20 @@ def vocabulary_shards(context: RankContext, *, layout: str, vocabulary: int) -> 
     expected = token_statistics(whole, labels)
     errors = [(one - other).abs().max().item() for one, other in zip(found, expected, strict=True)]  # type: ignore[operator]
     return {"start": held.start, "size": size, "error": max(errors)}
+
+
+def gathered_wrongly(context: RankContext, *, layout: str) -> list[str]:
+    """Gathers uneven tensors in many placements, of FSDP2 over tensor parallelism too, and names those that are not
+    the tensor that was cut."""
+    mesh = open_context(context, layout=layout, precision="fp32").mesh["shard", "tp"]
+    whole = torch.arange(5 * 11 * 3.0).view(5, 11, 3)
+    axes = (Replicate(), Shard(0), Shard(1), Shard(2))
+    cut = {str(both): distribute_tensor(whole, mesh, both) for both in itertools.product(axes, axes)}
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(37, 43), torch.nn.Linear(43, 1))
+    wholes = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    cut |= {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = dict(zip(cut, full_tensors(list(cut.values())), strict=True))
+    return [name for name, tensor in found.items() if not tensor.equal(wholes.get(name, whole))]
