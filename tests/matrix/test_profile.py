@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cells import exhaustive
 
+from conformance.backends.faults import catalogue
 from conformance.backends.protocol import Supported, find_backend
 from conformance.core.errors import UsageError
 from conformance.matrix.cell import Cell
@@ -48,7 +49,7 @@ def factors(cell: Cell) -> set[tuple[str, object]]:
 LEVELS = {
     "family": FAMILIES,
     "axis": ("dp", "rep", "tp", "sp"),
-    "worker_group": (2, 4, 8),
+    "worker_group": (2, 4),
     "precision": ("exact", "fp32"),
     "accumulation": (1, 3),
 }
@@ -60,6 +61,17 @@ PAIRS = [
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0][1]}-{pair[1][1]}")
 def test_quick_has_each_pair_of_factors_somewhere(pair: tuple[tuple[str, object], tuple[str, object]]) -> None:
     assert any(set(pair) <= factors(cell) for cell in cells_of("quick", "fsdp2"))
+
+
+def test_quick_has_eight_ranks_once_along_three_axes() -> None:
+    large = [cell.phases[0].layout for cell in cells_of("quick") if cell.world_size == 8]
+    assert [(layout.dp, layout.tp, layout.sp) for layout in large] == [(2, 2, 2)]
+
+
+def test_no_fault_needs_more_than_four_ranks() -> None:
+    """So quick's further worlds of eight ranks would catch nothing that smaller ones do not."""
+    layouts = [layout for fault in catalogue().values() for layout in fault.cells.layouts.values()]
+    assert max(Layout.parse(layout).world_size for layout in layouts) == 4
 
 
 def test_quick_runs_every_zero_stage_autotp_a_ring_and_ulysses_on_deepspeed() -> None:
@@ -295,10 +307,11 @@ def test_a_pattern_need_not_name_seed_and_faults() -> None:
 
 
 def test_braces_in_a_pattern_stand_for_either_text() -> None:
-    chosen = select(cells_of("quick"), ["sft-sgd/*/fsdp2/dp{2.{tp2,sp2},8}*/exact"])
+    chosen = select(cells_of("quick"), ["sft-*/*/fsdp2/dp{2.{tp2,sp2},4}*/exact"])
     assert [str(cell) for cell in chosen] == [
+        "sft-padded/pangu/fsdp2/dp4.rep2/exact",
         "sft-sgd/llama/fsdp2/dp2.tp2.seqpar/exact",
-        "sft-sgd/qwen3/fsdp2/dp8.rep2/exact",
+        "sft-padded/gemma3/fsdp2/dp2.tp2.sp2/exact",
     ]
 
 
