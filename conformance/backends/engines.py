@@ -25,8 +25,8 @@ from torch import Tensor
 
 from conformance.backends.faults import faults_of, plant
 from conformance.backends.query_process import EnvironmentProcess, answer_queries
-from conformance.core.errors import UsageError, did_you_mean, one_line
-from conformance.core.packages import entry_points_of, package_version
+from conformance.core.errors import UsageError, one_line
+from conformance.core.packages import entry_points_of, load_class, package_version
 from conformance.spec.precision import PrecisionName
 
 ENTRY_POINT_GROUP = "parity.engines"
@@ -160,24 +160,14 @@ def load_engine(name: str) -> type[Engine]:
 
     Raises UsageError for an unknown one, and ImportError if a package is missing.
     """
-    known = registered_engines()
-    if ":" not in name and name not in known:
-        near = did_you_mean(name, known)
-        raise UsageError(
-            f"unknown engine {name!r}; {near}registered: {', '.join(known) or 'none'}. To use your own engine, "
-            f"register it in the entry-point group {ENTRY_POINT_GROUP!r}, or give module:Class"
-        )
-    module_name, _, attribute = known.get(name, name).partition(":")
-    try:
-        found: type[Engine] | None = getattr(import_module(module_name), attribute, None)
-    except ModuleNotFoundError as error:
-        if f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"engine {name!r}: there is no module {error.name!r}; check it and PYTHONPATH") from None
-        raise
-    needed = ("describe", "start", "score", "next_token", "generate", "update")
-    if lacking := [one for one in needed if not callable(getattr(found, one, None))]:
-        raise UsageError(f"engine {name!r} is not an engine, it has no {' and no '.join(lacking)}")
-    assert found is not None
+    found: type[Engine] = load_class(
+        "engine",
+        name,
+        registered_engines(),
+        methods=("describe", "start", "score", "next_token", "generate", "update"),
+        advice=f"To use your own engine, register it in the entry-point group {ENTRY_POINT_GROUP!r}, or give "
+        "module:Class",
+    )
     return found
 
 

@@ -23,8 +23,8 @@ from pydantic import TypeAdapter
 from conformance.backends.engines import NotSupported, error_message
 from conformance.backends.faults import faults_of, plant
 from conformance.backends.query_process import EnvironmentProcess, answer_queries
-from conformance.core.errors import UsageError, did_you_mean
-from conformance.core.packages import entry_points_of, package_version
+from conformance.core.errors import UsageError
+from conformance.core.packages import entry_points_of, load_class, package_version
 
 ENTRY_POINT_GROUP = "parity.text"
 _PLANTED = contextlib.ExitStack()  # the faults of this process, for its lifetime
@@ -164,23 +164,13 @@ def load_pipeline(name: str) -> type[TextPipeline]:
 
     Raises UsageError for an unknown one, and ImportError if a package is missing.
     """
-    known = {entry.name: entry.value for entry in entry_points_of(ENTRY_POINT_GROUP)}
-    if ":" not in name and name not in known:
-        raise UsageError(
-            f"unknown text pipeline {name!r}; {did_you_mean(name, known)}registered: {', '.join(known) or 'none'}. To "
-            f"judge another one, give module:Class, such as text:Trl with PYTHONPATH=frameworks/trl"
-        )
-    module_name, _, attribute = known.get(name, name).partition(":")
-    try:
-        found: type[TextPipeline] | None = getattr(import_module(module_name), attribute, None)
-    except ModuleNotFoundError as error:
-        if f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"pipeline {name!r}: there is no module {error.name!r}; check it and PYTHONPATH") from None
-        raise
-    needed = ("describe", "load", "encode", "pack", "order", "micro_batches")
-    if lacking := [one for one in needed if not callable(getattr(found, one, None))]:
-        raise UsageError(f"pipeline {name!r} is not a text pipeline, it has no {' and no '.join(lacking)}")
-    assert found is not None
+    found: type[TextPipeline] = load_class(
+        "text pipeline",
+        name,
+        {entry.name: entry.value for entry in entry_points_of(ENTRY_POINT_GROUP)},
+        methods=("describe", "load", "encode", "pack", "order", "micro_batches"),
+        advice="To judge another one, give module:Class, such as text:Trl with PYTHONPATH=frameworks/trl",
+    )
     return found
 
 

@@ -25,17 +25,18 @@ import functools
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
-from conformance.core.errors import UsageError, one_line
+from conformance.core.errors import UsageError, did_you_mean, one_line
 from conformance.core.io import Unwritable
 
 
@@ -54,6 +55,28 @@ def _changed_at(folder: str) -> int:
     with contextlib.suppress(OSError):
         return Path(folder).stat().st_mtime_ns
     return 0
+
+
+def load_class(kind: str, name: str, known: Mapping[str, str], *, methods: Sequence[str], advice: str) -> Any:
+    """Imports a class by its registered name or ``module:Class``.
+
+    kind: such as "engine". known: targets by registered name. methods: the class needs them. advice: how to use a class
+    that is not registered. Raises UsageError for an unknown one, and ImportError if a package is missing.
+    """
+    if ":" not in name and name not in known:
+        raise UsageError(
+            f"unknown {kind} {name!r}; {did_you_mean(name, known)}registered: {', '.join(known) or 'none'}. {advice}"
+        )
+    module_name, _, attribute = known.get(name, name).partition(":")
+    try:
+        found = getattr(import_module(module_name), attribute, None)
+    except ModuleNotFoundError as error:
+        if f"{module_name}.".startswith(f"{error.name}."):
+            raise UsageError(f"{kind} {name!r}: there is no module {error.name!r}; check it and PYTHONPATH") from None
+        raise
+    if lacking := [one for one in methods if not callable(getattr(found, one, None))]:
+        raise UsageError(f"{kind} {name!r} cannot be used, it has no {' and no '.join(lacking)}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

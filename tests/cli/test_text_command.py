@@ -32,7 +32,7 @@ def test_templates_make_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["--pipeline", "nothing"], "unknown text pipeline 'nothing'"),
-        (["--pipeline", "json:JSONDecoder"], "is not a text pipeline, it has no describe"),
+        (["--pipeline", "json:JSONDecoder"], "text pipeline 'json:JSONDecoder' cannot be used, it has no describe"),
         (["--pipeline", REFERENCE, "--faults", "mask-lifted"], "unknown fault 'mask-lifted'"),
         (["--template", "qwen9"], "unknown chat template 'qwen9'"),
     ],
