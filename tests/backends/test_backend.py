@@ -188,17 +188,14 @@ def test_a_wrong_target_is_named(target: str, message: str) -> None:
         BackendEntry(name="other", target=target).load()
 
 
-def test_listing_backends_imports_none_of_them() -> None:
-    code = "import sys, conformance.backends.protocol as b; b.registered_backends(); sys.exit('impl' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_asking_backends_what_they_support_imports_none_of_their_libraries() -> None:
     """A controller asks for every cell, and each of them takes seconds to import."""
     code = """
         import sys
-        from conformance.backends.registry import adapter_of
         from conformance.backends.protocol import registered_backends
+        registered_backends()
+        print("impl" in sys.modules)
+        from conformance.backends.registry import adapter_of
         from conformance.spec.layout import Layout
         from conformance.core.host import FIXTURES
         from conformance.spec.scenario import load_scenario
@@ -211,6 +208,7 @@ def test_asking_backends_what_they_support_imports_none_of_their_libraries() -> 
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
+        "False",  # listing backends imports none of them
         "deepspeed Supported True",
         "fsdp2 Supported False",
         "megatron Supported False",

@@ -132,7 +132,7 @@ def test_unusable_numbers_are_no_verdict(run: EngineRun, engine: type, words: st
     ],
 )
 def test_dead_engine_leaves_nothing(engine: str, words: str) -> None:
-    with EngineProcess(f"faulty_engines:{engine}", limit_s=600) as process:
+    with EngineProcess(f"dead_engines:{engine}", limit_s=600) as process:
         with pytest.raises(NotSupported, match="has no kernels for bf16"):
             process.start(Path(), "bf16", {})
         process.start(Path(), "fp32", {})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.backends.engines import Decoding, EngineInfo, NotSupported
+from conformance.backends.engines import Decoding, EngineInfo
 from conformance.spec.precision import PrecisionName
 from impl.engines.transformers_engine import TransformersEngine
 
@@ -197,34 +197,3 @@ class NoNumbers(OneWay):
 class TooFew(OneWay):
     def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         return [one[1:] for one in super().score(requests)]
-
-
-class Dies:
-    """Dies while it scores."""
-
-    @classmethod
-    def describe(cls) -> EngineInfo:
-        return EngineInfo(name="dies", reports={"raw": {}}, ways={})
-
-    def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
-        if precision != "fp32":
-            raise NotSupported("has no kernels for bf16")
-
-    def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
-        import os
-        import sys
-
-        print("OutOfMemoryError: 3 GiB are missing", file=sys.stderr, flush=True)
-        os._exit(7)
-
-    next_token = generate = update = score
-
-
-class Hangs(Dies):
-    def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
-        import time
-
-        time.sleep(1000)
-        raise AssertionError
-
-    next_token = generate = update = score
