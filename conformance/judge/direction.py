@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from conformance.judge.tensor_views import TensorView, floor_of_tensors
+from conformance.judge.tensor_views import TensorView
 from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.results.verdict import Quantity
@@ -138,7 +138,7 @@ class Directions:
         self.last[o.stage] = step
         if o.weights_gradients:
             self._add_probabilities(step, own, reference)
-        floor = floor_of_tensors(reference.tensors)
+        floor = reference.floor
         pooled = step if o.change else None
         for name, tensor in reference.tensors.items():
             if name not in own.tensors or own.tensors[name].shape != tensor.shape:

@@ -20,7 +20,6 @@ from conformance.judge.tensor_views import (
     StepViews,
     Tensors,
     TensorView,
-    floor_of_tensors,
     infinite,
     number_off,
     place,
@@ -30,7 +29,7 @@ from conformance.judge.tolerance import EXACT, NOISE_FACTOR, NORM_ROUNDINGS, ROU
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.loss_terms import divergence
-from conformance.oracle.optimizer import DRAWS, AdamW, Muon, clip_factor, make_optimizer
+from conformance.oracle.optimizer import AdamW, Muon, clip_factor, make_optimizer
 from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.objectives import REFERENCE_KL, PolicyGradient
@@ -203,7 +202,7 @@ def _of_tensor(
         elif name in step.unread or name in step.gradients.tensors:
             if not together:
                 start = weight = step.before.elements[name].double()
-                moved, kept, draws = torch.zeros_like(weight), 1.0, [torch.zeros_like(weight)] * len(DRAWS)
+                moved, kept, draws = torch.zeros_like(weight), 1.0, list[torch.Tensor]()
             together.append(step)
             if step.unread:
                 if name not in step.first_moment.tensors or name not in step.after.tensors:
@@ -218,7 +217,8 @@ def _of_tensor(
             if isinstance(optimizer, Muon):
                 kept *= optimizer.kept(step.lr)
                 if not scenario.tier.is_exact:
-                    draws = [a + b for a, b in zip(draws, optimizer.half_errors(name, step.lr), strict=True)]
+                    further = optimizer.half_errors(name, step.lr)
+                    draws = [a + b for a, b in zip(draws, further, strict=True)] if draws else [*further]
         if together and name in step.after.tensors:
             first, rounding, after = together[0], scenario.tier.master.rounding, step.after.elements[name].double()
             over = f" over steps {first.step} and {step.step}" if step is not first else ""
@@ -227,7 +227,7 @@ def _of_tensor(
                 error = optimizer.error_of_second(name, step.second_moment.elements[name].double())
                 errors[f"exp_avg_sq of {name}"] = error, UPDATE_ROUNDINGS * rounding
             unit = start.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved
-            noise = NOISE_FACTOR * max(draw.abs().max() for draw in draws)
+            noise = NOISE_FACTOR * max((draw.abs().max().item() for draw in draws), default=0.0)
             error = ((after - weight).abs() - noise).clamp(min=0) / unit.clamp(min=torch.finfo(torch.float64).tiny)
             errors[name] = error, REBUILT_ROUNDINGS * len(together) * rounding
             update = weight - kept * start
@@ -298,7 +298,7 @@ class _Clipped:
 def _clipped(step: _Step, name: str, gradient: torch.Tensor, rounded: torch.Tensor) -> _Clipped:
     reference, error = step.expected.tensors.get(name), None
     if reference is not None and reference.shape == gradient.shape:
-        floor = floor_of_tensors(step.expected.tensors)
+        floor = step.expected.floor
         unit = max(reference.double().norm().item(), floor) or 1.0
         error = tensor_off(step.of_gradients, name, step.step, gradient / step.factor, reference, floor=floor)
         error = replace(error, rounding=rounded.norm().item() / step.factor / unit)

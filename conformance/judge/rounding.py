@@ -102,7 +102,7 @@ def _of_model(
             size = (second[name] / (1 - config.betas[1] ** count)).sqrt() + config.eps
             least = 0.0 if exact else NOISY * relative
             moved[name] = moved[name] + torch.where(d > least * size, lr * (d / size).clamp(max=2.0), 0.0)
-        movements = movement(weights, start)
+        movements = dict(movement(weights, start))
         floor = floor_of_tensors(movements)
         errors = {
             name: m.norm().item() / (max(movements[name].norm().item(), floor) or 1.0) for name, m in moved.items()

@@ -50,7 +50,16 @@ def floor_of_tensors(reference: Tensors) -> float:
     return floor_of(tensor.double().square().sum().item() for tensor in reference.values())
 
 
-def tensor_off(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
+def tensor_off(
+    stage: str,
+    name: str,
+    step: int,
+    x: torch.Tensor,
+    ref: torch.Tensor,
+    *,
+    floor: float,
+    fixed: float | None = None,
+) -> Measurement:
     x, ref = x.double(), ref.double()
     difference = (x - ref).abs()
     off, norm = difference.norm().item(), ref.norm().item()
@@ -68,6 +77,7 @@ def tensor_off(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Ten
         scale=scale,
         residual=left / unit,
         size=norm / unit,
+        fixed=fixed,
         broken="" if math.isfinite(off) else not_finite(x),
     )
 
@@ -208,6 +218,11 @@ class TensorView:
         samples, tensors = self.samples, self.tensors
         return Lazy(tensors, lambda name: samples[name] if name in samples else tensors[name])
 
+    @cached_property
+    def floor(self) -> float:
+        """Returns the least norm that an error of these tensors is relative to."""
+        return floor_of_tensors(self.tensors)
+
     @property
     def norm(self) -> float:
         """Returns the 2-norm of all tensors together; exact for sketched tensors, too."""
@@ -240,7 +255,7 @@ class TensorView:
     ) -> Iterator[Measurement]:
         """Measures every tensor of the reference, and its worst row; infinite for a tensor that only one side has.
         ``leeway``: of rows, by the key of the measurement of the worst row."""
-        stage, floor = observable.stage, floor_of_tensors(reference.tensors)
+        stage, floor = observable.stage, reference.floor
         for name in reference.tensors:
             if name not in self.tensors:
                 yield infinite(stage, f"{name} (missing)", step)
@@ -253,10 +268,10 @@ class TensorView:
                 yield infinite(stage, f"{name} (one record keeps it whole, the other a sketch)", step)
             else:
                 sketched = name in reference.columns
-                found = tensor_off(stage, name, step, x, ref, floor=floor)
+                found = tensor_off(stage, name, step, x, ref, floor=floor, fixed=observable.exact_bound)
                 if sketched:
                     found = _located(found, x, ref, self.columns[name], reference.columns[name])
-                yield replace(found, fixed=observable.exact_bound)
+                yield found
                 if observable.rowwise:
                     norms = reference.norms.get(name) if sketched else None
                     its_own = leeway.get((stage, f"{name} {OF_ROWS}", step))

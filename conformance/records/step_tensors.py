@@ -40,6 +40,7 @@ from conformance.spec.observables import Observable, observables_to_json
 from conformance.spec.scenario import Scenario, parse_scenario
 
 DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors in a record
+SMALL = 8 * 2**20  # bytes of a step's file whose tensors are kept in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,15 @@ class StepRecord:
         return None if value is None else number(value)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Reads all tensors of the step, to the CPU, in the dtype in which they were observed."""
-        tensors: dict[str, torch.Tensor] = load_file(self.path)
-        return tensors
+        """Reads all tensors of the step, to the CPU, in the dtype in which they were observed; not to be changed.
+
+        Those of a small file are read once.
+        """
+        return dict(self._tensors) if self.path.stat().st_size <= SMALL else _load(self.path)
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return _load(self.path)
 
     def open(self) -> contextlib.AbstractContextManager[Any]:
         """Opens the step's file with ``safetensors.safe_open``: ``keys()`` lists names, ``get_tensor(name)`` reads."""
@@ -74,6 +81,11 @@ class StepRecord:
         """Returns the names of all tensors of the step, without reading tensors."""
         with self.open() as file:
             return sorted(file.keys())
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(path)
+    return tensors
 
 
 @dataclass(frozen=True, kw_only=True)
