@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from conformance.core.host import resolve
 from conformance.data.prepare import FrozenInputs
@@ -126,17 +126,20 @@ class CellRunner:
         if not repeat:
             return JudgedCell(cell=cell, verdict=own.verdict, completed=own.completed, records=own.records)
         used, shared = own, self._where.is_packed or self._where.is_leased
-        fresh, _ = self._attempt(cell, inputs, fresh=True, alone=self._where.is_packed and not used.completed)
+        fresh, _ = self._attempt(cell, inputs, fresh=True, alone=repeat == "alone")
         own, other, verdict = combine(used, fresh, leased=shared)
         judged = JudgedCell(cell=cell, verdict=verdict, completed=own.completed, records=own.records)
         return replace(judged, other=other, failed_before=shared and not used.completed)
 
-    def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool, alone: bool = False) -> tuple[Attempt, bool]:
-        """Runs the phases and judges them. Also returns whether the cell should run again in fresh workers.
+    def _attempt(
+        self, cell: Cell, inputs: FrozenInputs, *, fresh: bool, alone: bool = False
+    ) -> tuple[Attempt, Literal["", "beside others", "alone"]]:
+        """Runs the phases and judges them. Also returns how the cell should run again in fresh workers; "": not at all.
 
         A cell with a planted fault is expected to differ, and a cell that hung has used up its budget; neither runs
         again. On leased slots every failed cell runs again, because drivers and links sometimes fail; beside other
-        cells each one whose ranks did not raise, because memory may have been scarce. alone: while no other cell runs.
+        cells each one whose ranks did not raise, because memory may have been scarce. One whose ranks lost the daemon
+        of MPS always does, and not alone. alone: while no other cell runs.
         """
         folder = self._config.folder(cell)
         records = folder / ("fresh" if fresh else "legs")
@@ -144,7 +147,7 @@ class CellRunner:
         if is_large(cell.scenario) or (self._where.queues_oracles and not self._where.is_packed):
             self._activities.phase("waiting for the oracle")
             if missing := self._missing_oracle(cell):
-                return Attempt(fresh=fresh, verdict=_failed(missing), completed=False), False
+                return Attempt(fresh=fresh, verdict=_failed(missing), completed=False), ""
         self._activities.phase("waiting for the oracle's choices of experts")
         inputs = self._oracles.replayed(cell, inputs)
         self._activities.phase("starting fresh ranks" if fresh else "starting ranks")
@@ -178,7 +181,11 @@ class CellRunner:
         attempt = Attempt(fresh=fresh, verdict=verdict, completed=not ended.failure, records=written)
         is_crowded = self._where.is_packed and ended.kind in ("killed", "exited", "out of memory")
         used = ended.used or (failed and (self._where.is_leased or is_crowded))
-        return attempt, used and not cell.faults and (failed or verdict.state == "differs")
+        if ended.kind == "MPS":
+            return attempt, "beside others"
+        if not used or cell.faults or not (failed or verdict.state == "differs"):
+            return attempt, ""
+        return attempt, "alone" if self._where.is_packed and ended.failure else "beside others"
 
     def _is_controlled(self, cell: Cell) -> bool:
         """Whether the phases of a cell load once more as a control: in the first cell of its backends and handovers."""

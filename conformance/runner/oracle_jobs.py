@@ -298,13 +298,15 @@ class Oracles:
         may_pass = leased is not None or (self._is_packed and outcome.kind != "raised")
         if outcome.state == "failed" and may_pass and not self._is_over:
             shutil.rmtree(out, ignore_errors=True)
-            if needed:  # take the GPU with the most free memory; another program may have filled the first one
+            lost = outcome.kind == "MPS"
+            if needed and not lost:  # take the GPU with the most free memory: another program may have filled the first
                 self._wants_all = True
             reason = outcome.reason.partition("\n")[0]
             self.repeated.append(f"the oracle's {policy} run of {cell} was repeated: {reason}")
             logger.warning(self.repeated[-1])
-            config = replace(config, gpu_memory=sys.maxsize if needed else None)
-            outcome = run(config=config, fresh=True, alone=self._is_packed)
+            if not lost:
+                config = replace(config, gpu_memory=sys.maxsize if needed else None)
+            outcome = run(config=config, fresh=True, alone=self._is_packed and not lost)
         return outcome
 
     def _close(self) -> None:

@@ -138,7 +138,8 @@ def _entries(device: str) -> list[dict[str, Any]]:
     return list(json.loads(dump()).get("entries", [])) if dump is not None else []
 
 
-FailureKind = Literal["", "killed", "exited", "raised", "hung", "stopped", "out of memory"]
+# "MPS": of a task, whatever its ranks did, if the daemon that they share has failed.
+FailureKind = Literal["", "killed", "exited", "raised", "hung", "stopped", "out of memory", "MPS"]
 
 _TAIL_LINES = 25
 # Messages of gloo and NCCL on a rank whose peer has died: the peer is the cause, not this rank.

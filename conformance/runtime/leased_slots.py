@@ -62,6 +62,15 @@ class LeasedSlots:
     def close(self) -> None:
         """Ends what the starters share."""
 
+    @property
+    def service(self) -> int:
+        """See conformance.runtime.slots."""
+        return 0
+
+    def has_failed(self, service: int) -> bool:
+        """See conformance.runtime.slots."""
+        return False
+
     def lease(
         self,
         who: str,
@@ -194,6 +203,13 @@ class Gpus(LeasedSlots):
     def mps(self) -> str:
         """Returns whether ranks that share GPUs compute under MPS, for the summary; empty if none share one."""
         return self._mps.state if self._mps else ""
+
+    @property
+    def service(self) -> int:
+        return self._mps.number if self._mps else 0
+
+    def has_failed(self, service: int) -> bool:
+        return self._mps is not None and self._mps.has_failed(service)
 
     @cached_property
     def _bytes(self) -> dict[str, int]:

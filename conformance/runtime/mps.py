@@ -39,10 +39,11 @@ class Mps:
 
     def __init__(self, *, is_wanted: bool = True) -> None:
         """is_wanted: whether to start a daemon without SWITCH."""
-        self._process: subprocess.Popen[str] | None = None
+        self._daemons: list[subprocess.Popen[str]] = []  # the last one serves new ranks
         self._folder: Path | None = None
         self._variables: dict[str, str] | None = None
         self._starting = threading.Lock()
+        self.number = 0  # of the daemon: how many failed before it
         self.state = "starting"  # for the summary
         if os.environ.get(SWITCH, str(int(is_wanted))) != "1":
             self._go_without(f"off ({SWITCH})" if SWITCH in os.environ else "off")
@@ -51,28 +52,52 @@ class Mps:
         elif shutil.which(_CONTROL) is None:
             self._go_without(f"off: {_CONTROL} is not installed", warns=True)
         else:
-            self._folder = Path(tempfile.mkdtemp(prefix="parity-mps-"))  # a socket's path has at most 107 bytes
-            self._process = subprocess.Popen(
+            self._start()
+
+    def _start(self) -> None:
+        self._variables = None
+        self._folder = Path(tempfile.mkdtemp(prefix="parity-mps-"))  # a socket's path has at most 107 bytes
+        self._daemons.append(
+            subprocess.Popen(
                 [sys.executable, "-P", __file__, str(self._folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
                 text=True,
             )
+        )
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables of ranks that share GPUs. Waits for the daemon, which starts meanwhile."""
         with self._starting:
             if self._variables is None:
-                assert self._process is not None
-                assert self._process.stdout is not None
-                ready = select.select([self._process.stdout], [], [], _START_LIMIT_S)[0]
-                answer = self._process.stdout.readline().strip() if ready else f"no answer within {_START_LIMIT_S:g} s"
+                output = self._daemons[-1].stdout
+                assert output is not None
+                ready = select.select([output], [], [], _START_LIMIT_S)[0]
+                answer = output.readline().strip() if ready else f"no answer within {_START_LIMIT_S:g} s"
                 if answer == "ready" and self._folder:
                     self._variables, self.state = _variables_of(self._folder), "on"
+                    if self.number:
+                        self.state = f"on, started again after {self.number} failure{'s' * (self.number > 1)}"
                 else:
                     self._go_without(f"off: MPS does not start: {answer or 'it has ended'}", warns=True)
             return self._variables or {}
+
+    def has_failed(self, number: int) -> bool:
+        """Returns whether the daemon with this ``number`` serves no clients any more; if so, starts another one.
+
+        A client that is killed while its GPU computes can end all clients of a daemon, which then serves no new ones.
+        The old daemon stays until the end, because clients on other GPUs may go on.
+        """
+        with self._starting:
+            if number < self.number:
+                return True
+            if not self._variables or not (failure := _probed({**os.environ, **self._variables})):
+                return False
+            logger.warning("MPS has failed (%s), and ranks that share a GPU get a new daemon", failure)
+            self.number += 1
+            self._start()
+            return True
 
     def _go_without(self, state: str, *, warns: bool = False) -> None:
         self._variables, self.state = {}, state
@@ -80,14 +105,15 @@ class Mps:
             logger.warning("ranks that share a GPU take turns: %s", state.partition(": ")[2])
 
     def close(self) -> None:
-        """Ends the daemon. Its ranks have ended before."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        """Ends the daemons. Their ranks have ended before."""
+        for process in self._daemons:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(2 * _END_LIMIT_S + _START_LIMIT_S / 2)
-            self._process.kill()
-            self._process.wait()
+                process.wait(2 * _END_LIMIT_S + _START_LIMIT_S / 2)
+            process.kill()
+            process.wait()
 
 
 def _variables_of(folder: Path) -> dict[str, str]:

@@ -12,8 +12,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -168,13 +168,21 @@ class Pool:
         except BaseException:
             slots.give_back(lease)
             raise
-        return threaded.thread.submit(run).result()
+        service = slots.service
+        outcome = threaded.thread.submit(run).result()
+        if outcome.state == "done" or self._is_aborted or not slots.has_failed(service):
+            return outcome
+        self._ending_idle_groups("MPS has failed")  # not waited for: other tasks may run
+        return replace(outcome, kind="MPS")
 
     def _end_idle_groups(self) -> None:
         """Ends all worker groups of leased slots, none of which is at work."""
+        wait(self._ending_idle_groups("another task runs alone"))
+
+    def _ending_idle_groups(self, why: str) -> list[Future[None]]:
+        """Ends the worker groups of all lanes, each before its next task."""
         with self._making:
-            lanes = list(self._lanes.values())
-        wait([one.thread.submit(one.lane.retire_all, "another task runs alone") for one in lanes])
+            return [one.thread.submit(one.lane.retire_all, why) for one in self._lanes.values()]
 
     def _lane(self, slots: SlotPool, block: Block) -> _Threaded:
         if (threaded := self._lanes.get(block)) is None:

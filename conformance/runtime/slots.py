@@ -248,5 +248,12 @@ class SlotPool(Protocol):
     def starter(self, block: Block) -> Starter:
         """Returns the object that starts worker groups on these slots."""
 
+    @property
+    def service(self) -> int:
+        """The number of what all ranks on these slots use, the daemon of MPS; another one has another number."""
+
+    def has_failed(self, service: int) -> bool:
+        """Returns whether this service has failed, so that a task failed for that; if so, starts another one."""
+
     def close(self) -> None:
         """Ends what the starters share, after all of them are closed."""

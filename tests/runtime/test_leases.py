@@ -97,20 +97,19 @@ def test_what_is_no_share_is_a_place_of_its_own(slot: str) -> None:
     [
         (("GPU-a", "GPU-b"), "GPU-a,GPU-b", (0, 1), ("", "")),
         (("GPU-a#0", "GPU-b#0"), "GPU-a,GPU-b", (0, 1), ("", "")),  # each has its own, as if nothing was shared
-        (("GPU-a#0", "GPU-a#1"), "GPU-a", (0, 0), ("GPU-a#0", "GPU-a#1")),
+        (("GPU-a#0", "GPU-a#1"), "GPU-a", (0, 0), ("round-0", "round-1")),
         (("GPU-a#1", "GPU-b#0"), "GPU-a,GPU-b", (0, 1), ("", "")),
-        (("GPU-b#1", "GPU-a#0", "GPU-b#0"), "GPU-b,GPU-a", (0, 1, 0), ("GPU-b#1", "GPU-a#0", "GPU-b#0")),
-        (("GPU-a#0", "GPU-b#0", "GPU-a#1", "GPU-b#1"), "GPU-a,GPU-b", (0, 1, 0, 1), None),
+        (("GPU-b#1", "GPU-a#0", "GPU-b#0"), "GPU-b,GPU-a", (0, 1, 0), ("round-1", "round-0", "round-0")),
+        (("GPU-a#0", "GPU-b#0", "GPU-a#1"), "GPU-a,GPU-b", (0, 1, 0), ("round-0", "round-0", "round-1")),
     ],
 )
 def test_a_rank_is_told_which_of_the_gpus_that_it_sees_is_its_own(
-    block: tuple[str, ...], visible: str, gpus: tuple[int, ...], hosts: tuple[str, ...] | None
+    block: tuple[str, ...], visible: str, gpus: tuple[int, ...], hosts: tuple[str, ...]
 ) -> None:
-    """And where ranks share, each has a host of its own, or NCCL would refuse them."""
+    """And where ranks share, those of one GPU have hosts of their own, or NCCL would refuse them."""
     assert visible_to(block) == {"CUDA_VISIBLE_DEVICES": visible}
-    assert slots_of(block) == tuple(
-        Slot(gpu=gpu, host=host) for gpu, host in zip(gpus, block if hosts is None else hosts, strict=True)
-    )
+    assert slots_of(block) == tuple(Slot(gpu=gpu, host=host) for gpu, host in zip(gpus, hosts, strict=True))
+    assert len({(slot.gpu, slot.host) for slot in slots_of(block)}) == len(block)
 
 
 def test_network_of_shared_gpu_defaults_to_loopback() -> None:

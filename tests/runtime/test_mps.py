@@ -7,11 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_leased_cells import cell_of
 
 from conformance.core.process import process_state
-from conformance.runtime import mps
+from conformance.results.run_results import read_entry
+from conformance.runner.placement import SessionConfig
+from conformance.runner.session import Session
+from conformance.runtime import Outcome, Pool, mps
+from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.leased_slots import Gpus
 
 DAEMON = """#!/bin/sh
@@ -19,6 +25,17 @@ DAEMON = """#!/bin/sh
 echo $$ >"{folder}/pid"
 touch "$CUDA_MPS_PIPE_DIRECTORY/control"
 exec sleep 600
+"""
+DRIVER = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+int cuInit(int n) {
+  char path[300];
+  snprintf(path, sizeof path, "%s/broken", getenv("CUDA_MPS_PIPE_DIRECTORY"));
+  return access(path, F_OK) ? 0 : 807;
+}
+int cuDevicePrimaryCtxRetain(void **context, int device) { return 0; }
 """
 
 
@@ -91,14 +108,72 @@ def test_a_daemon_starts_where_ranks_of_a_cell_share_a_gpu(
     assert daemon.exists() == starts
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler makes the driver of this test")
-def test_the_daemon_ends_with_a_killed_run(daemon: Path, tmp_path: Path) -> None:
-    """Its client is a driver that lets every call succeed."""
+@pytest.fixture
+def driver(daemon: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that lets every call succeed, until the folder of its daemon has a file ``broken``."""
+    if shutil.which("cc") is None:
+        pytest.skip("a C compiler makes the driver of this test")
     source = tmp_path / "driver.c"
-    source.write_text("int cuInit(int n) { return 0; } int cuDevicePrimaryCtxRetain(void **c, int d) { return 0; }")
+    source.write_text(DRIVER)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+
+def folder_of(running: mps.Mps) -> Path:
+    return Path(running.variables()["CUDA_MPS_PIPE_DIRECTORY"])
+
+
+def test_after_a_failure_ranks_get_a_new_daemon(driver: None, caplog: pytest.LogCaptureFixture) -> None:
+    """It is started once, however many tasks have failed with the old one, which ends with the run."""
+    running = mps.Mps()
+    old = folder_of(running)
+    assert not running.has_failed(0)
+    (old / "broken").touch()
+    assert running.has_failed(0)
+    assert running.has_failed(0)
+    new = folder_of(running)
+    assert new != old
+    assert old.is_dir()
+    assert not running.has_failed(1)
+    assert running.state == "on, started again after 1 failure"
+    assert "MPS has failed (cuInit ended with CUDA error 807)" in caplog.text
+    running.close()
+    assert not old.exists()
+    assert not new.exists()
+
+
+def test_a_cell_that_lost_the_daemon_runs_again_beside_others(
+    driver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ranks of the new daemon; the verdict says that it had failed before."""
+    monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
+    monkeypatch.setenv("KILLED", str(tmp_path / "killed"))
+    run, ran, kinds = Pool.run, list[bool](), list[str]()
+
+    def counted(pool: Pool, **call: Any) -> Outcome:
+        if call["key"] == "oracle":
+            return run(pool, **call)
+        slots: Any = pool._slots
+        if not ran:
+            (folder_of(slots._mps) / "broken").touch()
+        ran.append(call.get("alone", False))
+        outcome = run(pool, **call)
+        kinds.append(outcome.kind)
+        return outcome
+
+    monkeypatch.setattr(Pool, "run", counted)
+    where = SessionConfig(out=tmp_path / "out", budget_s=60, gpus=shares_of(["GPU-a"], 2))
+    with Session(where) as session:
+        cell = cell_of("dp1", 0, "plain_variants:KilledOnce")
+        assert session.run(cell).verdict.state == "conforms"
+        entry = read_entry(session.folder(cell) / "verdict.json")
+    assert (ran, kinds) == ([False, False], ["MPS", ""])
+    assert entry.before == ("infrastructure",)
+
+
+def test_the_daemon_ends_with_a_killed_run(driver: None, daemon: Path, tmp_path: Path) -> None:
     code = "import sys; from conformance.runtime.mps import Mps; m = Mps(); print(m.variables(), flush=True); input()"
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
