@@ -26,8 +26,8 @@ GPU = 139 * GIB  # of an H200
 TOKENS = 192  # of a document, in the scenarios of the profile real-size
 # Seconds of a cell without a model, for each 1e9 numbers that are gathered, sketched and hashed, and of the oracle for
 # each 1e9 parameters. From Megatron tp2 at 1.16 B (22 s, five sets of numbers) and at 8.03 B (56 s, three), and from
-# FSDP2 tp2 at 8.03 B, which waited for the oracle (174 s).
-START_S, NUMBERS_S, ORACLE_S = 11.0, 1.85, 14.8
+# the oracle's run of one step at 8.03 B on two H200 (18.6 s, EIGHT).
+START_S, NUMBERS_S, ORACLE_S = 11.0, 1.85, 2.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class Measured:
     """Describes a cell of a published run, in the exact tier on H200.
 
     run: its file under reports/published. moments: whether its optimizer is AdamW. peak: GiB of the rank with the most.
-    seconds: None for cells that waited for each other, or shared the machine with other programs.
+    seconds: None for cells that waited for each other, or shared the machine with other programs. rows: of a step
+    without accumulation, in the scenario sft-7b; 0: those of sft-real or sft-real-sgd.
     """
 
     run: str
@@ -62,11 +63,13 @@ class Measured:
     moments: bool
     peak: float
     seconds: float | None = None
+    rows: int = 0
 
 
 FIRST_1B, FIRST_7B = "2026-11-23-real-size-2xh200/1b.json", "2026-11-23-real-size-2xh200/7b.json"
 AGAIN_1B, AGAIN_7B = "2026-11-27-two-h200-again/1b-exact.json", "2026-11-27-two-h200-again/7b-exact.json"
 TWO_OF_FOUR, FOUR = "2026-11-27-four-h200/1b.json", "2026-11-26-4xh200-rest/real-size-4gpus-7b.json"
+EIGHT = "2026-11-29-eight-ranks/7b.json"
 MEASURED = (
     Measured(run=FIRST_1B, model="1.16 B", backend="fsdp2", layout="dp2", moments=True, peak=24.8, seconds=34),
     Measured(run=TWO_OF_FOUR, model="1.16 B", backend="fsdp2", layout="tp2", moments=True, peak=24.3),
@@ -87,6 +90,8 @@ MEASURED = (
     Measured(run=FOUR, model="8.03 B", backend="megatron", layout="dp2.tp2", moments=False, peak=71.6),
     Measured(run=FOUR, model="8.03 B", backend="megatron", layout="tp2.pp2", moments=False, peak=41.7),
     Measured(run=FOUR, model="8.03 B", backend="megatron", layout="pp4", moments=False, peak=42.6),
+    Measured(run=EIGHT, model="8.03 B", backend="fsdp2", layout="dp2.tp2.sp2", moments=False, peak=29.2, rows=8),
+    Measured(run=EIGHT, model="8.03 B", backend="fsdp2", layout="dp8", moments=False, peak=34.1, rows=8),
 )
 LAYOUTS = {
     8: {"fsdp2": "dp8", "deepspeed": "dp8.zero3", "megatron": "tp8"},
@@ -160,11 +165,13 @@ def rank_bytes(model: Model, backend: str, layout: str, *, moments: bool) -> flo
     """Returns the bytes of a GPU at the peak of a cell in float64.
 
     They are the states of the backend, activations of a document without recomputation (Korthikanti et al., arXiv
-    2205.05198, equation 2, in 8 bytes), its logits, and for the record two copies of the largest whole tensor.
+    2205.05198, equation 2, in 8 bytes), its logits, and for the record two copies of the largest whole tensor, which
+    FSDP2 needs while it has gathered no block.
     """
-    parsed, size = Layout.parse(layout), 0.0
+    parsed, size, gathered = Layout.parse(layout), 0.0, 0.0
     for layout_of, shapes in _split_experts(parsed, model.shapes):
         states = states_of(backend, layout_of, "exact", shapes, trained=True)
+        gathered += states.passing if backend == "fsdp2" else 0
         size += states.weights + states.gradients + states.passing + (states.optimizer + states.update) * moments
         if not moments and backend == "deepspeed":
             size += states.weights  # masters
@@ -172,7 +179,8 @@ def rank_bytes(model: Model, backend: str, layout: str, *, moments: bool) -> flo
     each = 34 * tokens * model.hidden + 5 * model.heads * tokens * TOKENS
     activations = each * model.layers * (FLOAT64 / 2) / (parsed.tp * parsed.pp)
     logits = LOGITS * tokens * model.vocabulary * FLOAT64
-    return size + activations + logits + 2 * FLOAT64 * max(map(math.prod, model.shapes.values()))
+    record = 2 * FLOAT64 * max(map(math.prod, model.shapes.values()))
+    return size + activations + logits + max(0.0, record - gathered)
 
 
 def _split_experts(layout: Layout, shapes: Shapes) -> list[tuple[Layout, Shapes]]:
