@@ -20,9 +20,8 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """A wheel, and a folder that it is installed in, which comes before the checkout on the path."""
+    """A folder that the wheel is installed in, which comes before the checkout on the path."""
 
-    wheel: Path
     target: Path
 
     def run(self, *command: str | Path) -> str:
@@ -33,19 +32,24 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    target = folder / "target"
     subprocess.run(
         [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, CHECKOUT], check=True
     )
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Installed:
+    target = wheel.with_name("target")
     subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
-    return Installed(wheel=wheel, target=target)
+    return Installed(target=target)
 
 
-def test_fixtures_templates_and_suite_are_inside(installed: Installed) -> None:
-    names = set(zipfile.ZipFile(installed.wheel).namelist())
+def test_fixtures_templates_and_suite_are_inside(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
     for source, place in (
         ("fixtures/models", "conformance/_fixtures/models"),
         ("fixtures/data", "conformance/_fixtures/data"),
@@ -61,13 +65,13 @@ def test_fixtures_templates_and_suite_are_inside(installed: Installed) -> None:
         assert {f"{place}/{path.relative_to(CHECKOUT / source).as_posix()}" for path in files} <= names
 
 
-def test_every_package_is_typed(installed: Installed) -> None:
-    names = zipfile.ZipFile(installed.wheel).namelist()
+def test_every_package_is_typed(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
     assert {f"{package}/py.typed" for package in ("conformance", "impl", "parity", "reports")} <= {*names}
 
 
-def test_tests_and_caches_are_not(installed: Installed) -> None:
-    names = zipfile.ZipFile(installed.wheel).namelist()
+def test_tests_and_caches_are_not(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"conformance", "impl", "parity", "reports"}
     assert not [name for name in names if "__pycache__" in name or name.startswith("reports/published")]
@@ -96,7 +100,7 @@ def test_the_package_parity_stands_beside_the_command_of_that_name(installed: In
 
 
 @pytest.mark.exhaustive
-def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(installed: Installed) -> None:
+def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(installed: Installed, wheel: Path) -> None:
     where = "import conformance.core.host as p; print(p.__file__, p.FIXTURES)"
     for place in installed.run(sys.executable, "-c", where).split():
         assert Path(place).is_relative_to(installed.target)
@@ -106,4 +110,4 @@ def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(inst
     )
     items = [line for line in collected.splitlines() if "::" in line]
     assert items == [f"target/conformance/suite/test_cells.py::test_cell[{c}]" for c in select_cells(FSDP2)]
-    assert {path.name for path in installed.target.parent.iterdir()} == {"target", installed.wheel.name}
+    assert {path.name for path in installed.target.parent.iterdir()} == {"target", wheel.name}
