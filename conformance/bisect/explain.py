@@ -23,7 +23,6 @@ from conformance.spec.precision import PRECISIONS, PrecisionName
 MOST = 4  # most parameters that are listed
 ALLOWED = f"{EXACT:g}"
 POLICY = "policy"
-BISECT = "parity bisect"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,6 @@ YARN = {
     "beta_slow": "beta_slow",
 }
 OF_LATENT = ("kv_channels", "qk_layernorm")
-GROUPED = {"linear_fc1": "TEColumnParallelGroupedLinear", "linear_fc2": "TERowParallelGroupedLinear"}
 LENGTH = 40  # tokens of the document whose logits are compared
 
 
