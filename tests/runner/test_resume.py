@@ -115,10 +115,8 @@ def test_only_cells_without_a_verdict_are_run(chosen: list[str], out: Path, caps
 
 
 def test_cells_need_not_be_given_again(chosen: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.environ[BROKEN] = "dp1"
-    assert cli.main(["run", *chosen, "--cells", "*/dp1/*", "--out", str(tmp_path / "out")]) == 3
-    os.environ.pop(BROKEN)
-    registry._there.clear()
+    with broken("dp1"):
+        assert cli.main(["run", *chosen, "--cells", "*/dp1/*", "--out", str(tmp_path / "out")]) == 3
     for left in ("running 1 cells", "running 0 cells"):  # the command of the first resume names no cells
         assert cli.main(["run", *chosen, "--resume", str(tmp_path / "out")]) == 0
         assert left in capsys.readouterr().err
