@@ -254,7 +254,9 @@ class Layout:
             raise UsageError(f"there is no ZeRO stage {self.zero}; use zero0, zero1, zero2 or zero3, or leave it out")
         for option in self.options:
             if option not in OPTIONS:
-                raise UsageError(f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
+                raise UsageError(
+                    _unknown_recipe(option) or f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}"
+                )
             if option in _NEEDS_TP and self.tp == 1:
                 raise UsageError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
             if option == "varlen" and self.pp == 1:
@@ -310,7 +312,8 @@ class Layout:
                 options.append(part)
             else:
                 raise UsageError(
-                    f"layout {shown(text)}: {shown(part)} is neither an axis with a size ({', '.join(AXES)}; "
+                    _unknown_recipe(part)
+                    or f"layout {shown(text)}: {shown(part)} is neither an axis with a size ({', '.join(AXES)}; "
                     f"e.g. dp2), a ZeRO stage (zero0 to zero3) nor an option ({', '.join(OPTIONS)})"
                 )
         return cls(**axes, options=tuple(options))
@@ -433,6 +436,16 @@ class Layout:
                 f"vpp={self.vpp} needs at least as many micro-batches as pp={self.pp}, and accumulation is "
                 f"{accumulation}; {better} would work, or a scenario with accumulation of {self.pp} or more"
             )
+
+
+def _unknown_recipe(option: str) -> str:
+    """Returns what to use instead of a recipe of float8 that is not built in; empty for another option."""
+    if not option.startswith("fp8"):
+        return ""
+    return (
+        f"no recipe of float8 is named {shown(option)}; known: {', '.join(FLOAT8)}, with them fp8ends and fp8gather; "
+        f"docs/measurements/tolerances.md says why blocks of 128 and TransformerEngine's delayed scaling are not built"
+    )
 
 
 def _divisor(number: int, at_most: int) -> int:

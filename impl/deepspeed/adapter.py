@@ -145,6 +145,7 @@ class DeepspeedBackend(ReferenceBackend):
         "forget_overflow": "impl.deepspeed.model:forget_overflow",
         "routers_of": "impl.deepspeed.model:routers_of",
         "summing_dtype": "impl.deepspeed.config:summing_dtype",
+        "clip_before_muon": "impl.deepspeed.config:ClippingBeforeMuon.clip",
         "update_by_muon": "deepspeed.runtime.zero.muon.muon_optimizer:muon_update",
     }
 
@@ -248,10 +249,11 @@ class DeepspeedBackend(ReferenceBackend):
 
 def _muon_support(scenario: Scenario, layout: Layout) -> str:
     """Explains why DeepSpeed's Muon cannot train in a layout; empty if it can."""
-    if zero_stage(layout) > 0:
+    if zero_stage(layout) > 0 and {"shipped", "offload"} & set(layout.options):
         return (
-            "at ZeRO 1 to 3 DeepSpeed's Muon reports and clips by the norm of the orthogonalized updates, which is not "
-            "modelled (docs/findings/deepspeed-muon-norm.md); use zero0"
+            "at ZeRO 1 to 3 DeepSpeed's Muon clips by the norm of the orthogonalized updates, which is not modelled, "
+            "and corrected without offload only (docs/findings/deepspeed-muon-norm.md); leave both shipped and "
+            "offload out"
         )
     if "ownopt" not in layout.options:
         return "DeepSpeed builds Muon from its configuration; add the layout option ownopt, or use fsdp2 for torch's"

@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's JSON configuration, corrects its loss scaling and input checks, and estimates its memory.
+"""Builds DeepSpeed's JSON configuration, corrects its loss scaling, clipping and checks, and estimates its memory.
 
 The dynamic loss scale must grow after an update, when that is due, and gradients that overflowed must be dropped.
 ``scaler`` is the object of an engine's optimizer that holds the loss scale of fp16; its class depends on the ZeRO
@@ -13,7 +13,8 @@ import contextlib
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,70 @@ def forget_overflow(optimizer: Any) -> None:
     """
     for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         gradients.update(dict.fromkeys(gradients))
+
+
+class ClippingBeforeMuon:
+    """Clips gradients at ZeRO 1 to 3 before Muon orthogonalizes them; DeepSpeed clips what Muon makes of them.
+
+    ZeRO-1 and 2 orthogonalize at the end of the last backward pass; here they do so in the step. The engine's own
+    clipping is off (docs/findings/deepspeed-muon-norm.md). ``wrapper``: the engine's optimizer.
+    """
+
+    def __init__(self, wrapper: Any, max_grad_norm: float | None) -> None:
+        self.wrapper, self.max_grad_norm = wrapper, max_grad_norm
+        # Of groups of matrices: the gradients of all matrices of which this rank has a part, and what makes the update.
+        self._waiting: dict[int, tuple[list[torch.Tensor], Callable[[], list[torch.Tensor]]]] = {}
+        self._has_waiting = hasattr(wrapper, "scaled_global_norm")  # ZeRO-1 and 2; ZeRO-3 orthogonalizes in the step
+        if self._has_waiting:
+            self._in_backward, wrapper.get_flat_partition = wrapper.get_flat_partition, self._wait
+            # Compact buffers lose gradients of vectors that are reduced before a matrix; DeepSpeed uses them where the
+            # model's dtype is not that of sums, as in the exact tier (docs/findings/deepspeed-muon-lost-gradients.md).
+            wrapper._use_compact_grad_partition_buffer = lambda _: False
+
+    def _wait(self, parameters: list[Any], *sizes: Any, param_group_idx: int, **options: Any) -> list[torch.Tensor]:
+        """Returns this rank's part of the gradients of a group."""
+        make = partial(self._in_backward, parameters, *sizes, param_group_idx=param_group_idx, **options)
+        matrices = [parameter for parameter in parameters if parameter.use_muon]
+        if matrices:
+            self._waiting[param_group_idx] = list(self.wrapper.all_grad_tensors[param_group_idx]), make
+        for parameter in matrices:
+            parameter.use_muon = False
+        parts: list[torch.Tensor] = make()
+        for parameter in matrices:
+            parameter.use_muon = True
+        return parts
+
+    def norm(self) -> float:
+        """Returns the norm of what the step is going to use, of all ranks: gradients, or updates of matrices."""
+        if self._has_waiting:
+            return float(self.wrapper.scaled_global_norm())
+        return math.hypot(*map(float, self.wrapper._get_norm_groups()))
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        for group, parts in self.wrapper.averaged_gradients.items():
+            gradients, _ = self._waiting.get(group, (parts, None))
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+    @torch.no_grad()
+    def orthogonalize(self) -> None:
+        """Replaces the gradients of matrices by Muon's updates, at ZeRO-1 and 2."""
+        for group, (gradients, make) in self._waiting.items():
+            self.wrapper.all_grad_tensors[group] = gradients
+            self.wrapper.averaged_gradients[group] = make()
+            self.wrapper.all_grad_tensors[group] = None
+        self._waiting.clear()
+
+    def factor(self, norm: float) -> float:
+        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+
+    def clip(self) -> float:
+        """Clips before Muon's part of the step; returns the norm of the gradients."""
+        norm = self.norm()
+        self.scale(self.factor(norm))
+        self.orthogonalize()
+        return norm
 
 
 def compare_in_host_memory(engine: Any) -> None:
@@ -179,6 +244,10 @@ def clip_threshold(max_grad_norm: float | None) -> float:
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
+def clips_before_muon(config: ContextConfig, optimizer: OptimizerConfig) -> bool:
+    return optimizer.name == "muon" and zero_stage(config.layout) > 0
+
+
 def summing_dtype(config: ContextConfig) -> str:
     """Returns the dtype in which half-precision gradients are reduced and accumulated, by DeepSpeed's name."""
     return {F32: "fp32", BF16: "bf16"}[config.tier.summing]
@@ -203,13 +272,15 @@ def training_settings(
     settings: dict[str, Any] = {
         **cutting_settings(config, model, explicit=explicit),
         "gradient_accumulation_steps": 1 if "manual" in config.layout.options else config.accumulation,
-        "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
+        "gradient_clipping": clip_threshold(None if clips_before_muon(config, optimizer) else optimizer.max_grad_norm),
         "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
         "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW, which needs no compiled op
     }
     if "buckets" in config.layout.options:
         trained = sum(parameter.numel() for parameter in trained_parameters(model, optimizer))
         settings["zero_optimization"]["reduce_bucket_size"] = max(1, trained // (BUCKETS * config.layout.tp))
+    if clips_before_muon(config, optimizer) and zero_stage(config.layout) == 3:
+        settings["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed demands it
     if config.tier.compute == BF16:
         settings["bf16"] = {"enabled": True}
     if config.tier.compute == F16:

@@ -26,6 +26,8 @@ from impl.context_parallel.ring_attention import MeshContext, RingAttention, Rin
 from impl.deepspeed import checkpoint, global_state
 from impl.deepspeed.checkpoint_layout import Cut, engine_cut, largest_group_last
 from impl.deepspeed.config import (
+    ClippingBeforeMuon,
+    clips_before_muon,
     compare_in_host_memory,
     forget_overflow,
     frozen_settings,
@@ -68,6 +70,7 @@ class DeepspeedModel(HuggingFaceModel):
     engine: deepspeed.DeepSpeedEngine
     optimizer: torch.optim.Optimizer
     tensors: EngineTensors | FrozenTensors
+    clipping: ClippingBeforeMuon | None = None
 
     def __init__(self, context: MeshContext, head: Head) -> None:
         super().__init__(context, head)
@@ -96,6 +99,8 @@ class DeepspeedModel(HuggingFaceModel):
             lr_scheduler=lambda made: learning_rates(made, schedule),
         )
         freeze_others(model, optimizer)  # after AutoTP, which registers gradient hooks
+        if clips_before_muon(self.context.config, optimizer):
+            self.clipping = ClippingBeforeMuon(self.engine.optimizer, optimizer.max_grad_norm)
         self.tensors = EngineTensors(self.engine, self._place())
         self._read_weights(model, self.tensors)
         if self.stage == 0 and self.context.config.tier.is_half:
@@ -236,12 +241,13 @@ class DeepspeedModel(HuggingFaceModel):
             assert isinstance(self.tensors, EngineTensors)
             self.tensors.mark_cut_gradients()
             scale = float(getattr(self.engine.optimizer, "loss_scale", 1.0))
+        norm = self.clipping.clip() if self.clipping else None
         with growth_afterwards(self._scaler()) if self.context.config.tier.is_loss_scaled else contextlib.nullcontext():
             self.engine.step()
         self.skipped = not self.engine.was_step_applied()
         if self.skipped and self.stage in (1, 2):
             forget_overflow(self.engine.optimizer)
-        reported = self.engine.get_global_grad_norm()
+        reported = self.engine.get_global_grad_norm() if norm is None else norm
         return None if reported is None else float(reported) / scale
 
     def learning_rate(self) -> float:
@@ -329,7 +335,7 @@ class DeepspeedModel(HuggingFaceModel):
         if "compile" in self.options:
             forget_compiled()
         global_state.forget_model(self.model)
-        for name in ("model", "engine", "optimizer", "tensors"):
+        for name in ("model", "engine", "optimizer", "tensors", "clipping"):
             self.__dict__.pop(name, None)
 
 

@@ -145,6 +145,28 @@ class SteppedTensors:
             state[key] = torch.zeros_like(stepped)
         return state[key]
 
+    def momentum_of_matrix(self, parameter: Any) -> torch.Tensor | None:
+        """Returns this rank's momentum of a matrix that Muon updates, flat, with zeros if there is none yet, at ZeRO-1
+        and 2; None for other parameters.
+
+        There, every rank keeps the whole momentum of each matrix of which it has a part, one after another, where
+        DeepSpeed's functions look for a piece of it. It is empty if the rank has no part.
+        """
+        if self._stage not in (1, 2) or not getattr(parameter, "use_muon", False):
+            return None
+        stepped, key = self.tensor(parameter), "momentum_buffer"
+        flats, state = self._wrapper.single_partition_of_fp32_groups, self._optimizer.state[stepped]
+        group = self._wrapper.params_in_partition[next(i for i, flat in enumerate(flats) if flat is stepped)]
+        if key not in state:
+            state[key] = stepped.new_zeros(sum(matrix.numel() for matrix in group))
+        buffer: torch.Tensor = state[key]
+        at = 0
+        for matrix in group:
+            if matrix is parameter:
+                return buffer.narrow(0, at, matrix.numel())
+            at += matrix.numel()
+        return buffer[:0]
+
     def set_step(self, parameter: torch.nn.Parameter, count: float) -> None:
         """Sets the update count of a parameter's stepped tensor; the parameters of a flat tensor share one count."""
         stepped = self.tensor(parameter)
@@ -220,6 +242,14 @@ class EngineTensors:
             elif kind in (state := self._stepped.state(parameter)):
                 if kind == "step":
                     yield name, torch.tensor(float(state[kind]), dtype=torch.float64)
+                elif (momentum := self._stepped.momentum_of_matrix(parameter)) is not None:
+                    whole = torch.zeros_like(parameter)
+                    own, start = self._stepped.piece(parameter, self._stepped.tensor(parameter))
+                    region = slice(start, start + len(own))
+                    if len(own):
+                        whole.view(-1)[region] = momentum[region]
+                    dist.all_reduce(whole)
+                    yield name, whole
                 else:
                     full = state[kind] if self._stage == 0 else safe_get_full_optimizer_state(parameter, kind)
                     yield name, self._place.whole(parameter, full.detach())
@@ -235,6 +265,9 @@ class EngineTensors:
                 self._stepped.set_step(parameter, float(read(name, (), ())))
             else:
                 weight = kind == "weight"
+                if not weight and (momentum := self._stepped.momentum_of_matrix(parameter)) is not None:
+                    self._place.fill(momentum, name, parameter, 0, read)
+                    continue
                 stepped = self._stepped.tensor(parameter) if weight else self._stepped.new_state(parameter, kind)
                 own, start = self._stepped.piece(parameter, stepped)
                 self._place.fill(own, name, parameter, start, read)

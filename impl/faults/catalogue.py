@@ -79,6 +79,7 @@ SEAMS: Mapping[str, str] = {
     "create_optimizer": "(trainable, model, config) -> optimizer of torch, or of the library around one of torch",
     "optimizer_step": "(trainable) -> norm: clips, updates, advances schedule and loss scale",
     "update_by_muon": "(gradient, momentum, *, beta, ...) -> what DeepSpeed's Muon updates a matrix by",
+    "clip_before_muon": "(gradients, and DeepSpeed's Muon of ZeRO 1 to 3): clips, orthogonalizes -> norm",
     "orthogonalize": "(matrix, coefficients, steps, eps) -> the matrix that Muon updates by",
     "adjust_rate": "(learning rate, name of the adjustment, shape) -> learning rate of a matrix under Muon",
     "restore_state": "(Muon beside AdamW, state): takes the state of a checkpoint",

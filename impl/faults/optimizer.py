@@ -282,6 +282,20 @@ def muon_without_zero_is_sgd(update_by_muon: Function, gradient: Any, *_: Any, *
 
 
 @OPTIMIZER_FAULTS.add(
+    summary="DeepSpeed's Muon at ZeRO-1 and 2 clips updates of matrices instead of gradients, by a norm of updates",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/8439",
+    stage="gradient norm",
+    cells=sft("sft-muon", "llama", deepspeed="dp2.zero2.ownopt", only=WITHOUT_HALF),
+    needs="DeepSpeed's Muon at zero1 or zero2",
+)
+def updates_clipped(clip_before_muon: Function, clipping: Any) -> float:
+    clipping.orthogonalize()
+    norm: float = clipping.norm()
+    clipping.scale(clipping.factor(norm))
+    return norm
+
+
+@OPTIMIZER_FAULTS.add(
     summary="the learning rate of a matrix under Muon is adjusted by other dimensions than the matrix has",
     source="https://github.com/huggingface/pytorch-image-models/pull/2791",
     stage="clipped update",

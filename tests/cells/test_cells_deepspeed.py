@@ -277,13 +277,21 @@ def test_frozen_parameters_are_refused_where_they_would_be_rounded(session: Sess
 
 
 @pytest.mark.slow
-def test_own_muon_without_zero(session: Session) -> None:
-    """DeepSpeed clips gradients before its Muon at ZeRO-0, and adds an epsilon to the norm of the momentum."""
-    verdict = assert_honest(session, cell_of("deepspeed", "sft-muon", "llama", "dp2.zero0.ownopt", "exact"))
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_own_muon(session: Session, stage: int) -> None:
+    """The backend clips before DeepSpeed's Muon at ZeRO 1 to 3. An epsilon is added to the norm of the momentum."""
+    verdict = assert_honest(session, cell_of("deepspeed", "sft-muon", "llama", f"dp2.zero{stage}.ownopt", "exact"))
     assert [str(one) for one in verdict.conventions] == ["MuonEpsilon"]
 
 
-def test_muon_is_refused_with_the_reason(session: Session) -> None:
-    verdict = session.run(cell_of("deepspeed", "sft-muon", "llama", "dp2", "exact")).verdict
+@pytest.mark.parametrize(
+    ("layout", "advice"),
+    [
+        ("dp2.zero2.offload.ownopt", "clips by the norm of the orthogonalized updates"),
+        ("dp2.zero1", "add the layout option ownopt"),
+    ],
+)
+def test_muon_is_refused_with_the_reason(session: Session, layout: str, advice: str) -> None:
+    verdict = session.run(cell_of("deepspeed", "sft-muon", "llama", layout, "exact")).verdict
     assert verdict.state == "unsupported"
-    assert "clips by the norm of the orthogonalized updates" in verdict.reason
+    assert advice in verdict.reason

@@ -55,6 +55,10 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.dp4", "names dp twice"),
         ("zz2", "'zz2' is neither an axis with a size"),
         ("dp2.fast", "'fast' is neither an axis .* nor an option"),
+        (
+            "dp2.fp8block",
+            r"no recipe of float8 is named 'fp8block'; known: fp8tensor, .*docs/measurements/tolerances\.md",
+        ),
         ("dp2.zero4", "there is no ZeRO stage 4; use zero0, zero1, zero2 or zero3"),
         ("dp2.zero1.zero2", "names zero twice"),
         ("dp2.seqpar", "option seqpar needs tensor parallelism; add tp2"),
