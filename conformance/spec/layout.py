@@ -198,6 +198,13 @@ FLOAT8: tuple[Float8Recipe, ...] = get_args(Float8Recipe)  # a layout has at mos
 OWN_BALANCE = ("ownaux", "globalaux")
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 WRAPPERS = ("ddp", "fsdp1", "mfsdp")  # each replaces what reduces gradients, so a layout has at most one
+# Parts of DeepSpeed that were tried.
+NOT_BUILT = {
+    "qwz": "ZeRO++ quantizes weights on GPUs only, by kernels that read float16; use hpz2, or zero3",
+    "qgz": "ZeRO++ quantizes gradients on GPUs only, by kernels that read float16; use hpz2, or zero3",
+    "superoffload": "SuperOffload runs on NVIDIA's GPUs only; use offload",
+    "zenflow": "ZenFlow lets gradients wait by design, and takes no other optimizer than its own AdamW; use offload",
+}
 _RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
 DROPOUT_RATE = 1e-15  # of the option dropout: float64 rounds the factor 1 / (1 - rate) to about 1
 ZERO = "zero"  # prefix of the ZeRO stage in an id
@@ -254,9 +261,7 @@ class Layout:
             raise UsageError(f"there is no ZeRO stage {self.zero}; use zero0, zero1, zero2 or zero3, or leave it out")
         for option in self.options:
             if option not in OPTIONS:
-                raise UsageError(
-                    _unknown_recipe(option) or f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}"
-                )
+                raise UsageError(_not_built(option) or f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
             if option in _NEEDS_TP and self.tp == 1:
                 raise UsageError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
             if option == "varlen" and self.pp == 1:
@@ -312,7 +317,7 @@ class Layout:
                 options.append(part)
             else:
                 raise UsageError(
-                    _unknown_recipe(part)
+                    _not_built(part)
                     or f"layout {shown(text)}: {shown(part)} is neither an axis with a size ({', '.join(AXES)}; "
                     f"e.g. dp2), a ZeRO stage (zero0 to zero3) nor an option ({', '.join(OPTIONS)})"
                 )
@@ -438,14 +443,15 @@ class Layout:
             )
 
 
-def _unknown_recipe(option: str) -> str:
-    """Returns what to use instead of a recipe of float8 that is not built in; empty for another option."""
-    if not option.startswith("fp8"):
-        return ""
-    return (
-        f"no recipe of float8 is named {shown(option)}; known: {', '.join(FLOAT8)}, with them fp8ends and fp8gather; "
-        f"docs/measurements/tolerances.md says why blocks of 128 and TransformerEngine's delayed scaling are not built"
-    )
+def _not_built(option: str) -> str:
+    """Returns why an option that people may look for is not built in, and what to use instead; empty for another."""
+    if option.startswith("fp8"):
+        return (
+            f"no recipe of float8 is named {shown(option)}; known: {', '.join(FLOAT8)}, fp8ends and fp8gather; "
+            f"docs/measurements/tolerances.md says why blocks of 128 and TransformerEngine's recipes are not built"
+        )
+    reason = NOT_BUILT.get(option.lower(), "")
+    return reason and f"{shown(option)} is not built in: {reason} (docs/explanations/architecture.md, DeepSpeed)"
 
 
 def _divisor(number: int, at_most: int) -> int:

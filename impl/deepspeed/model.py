@@ -226,8 +226,9 @@ class DeepspeedModel(HuggingFaceModel):
         data = layout.dp * layout.sp
         if layout.tp > 1:  # Ulysses without an mpu: its ranks are data ranks like others
             return data * layout.ulysses
-        # With an mpu, DeepSpeed sums over Ulysses ranks, except at ZeRO-3 (docs/findings/deepspeed-ulysses-scale.md).
-        corrected = self.stage == 3 and "shipped" not in self.options
+        # With an mpu, DeepSpeed sums over Ulysses ranks, except at ZeRO-3 (docs/findings/deepspeed-ulysses-scale.md)
+        # where it reduces and scatters, which it does not beside Muon.
+        corrected = self.stage == 3 and "shipped" not in self.options and not self.clipping
         return data * layout.ulysses if corrected else data
 
     def finish_gradients(self) -> None:

@@ -55,6 +55,8 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.dp4", "names dp twice"),
         ("zz2", "'zz2' is neither an axis with a size"),
         ("dp2.fast", "'fast' is neither an axis .* nor an option"),
+        ("dp2.zero3.qwZ", "'qwZ' is not built in: ZeRO.. quantizes weights on GPUs only, .*use hpz2, or zero3"),
+        ("dp2.superoffload", "'superoffload' is not built in: SuperOffload runs on NVIDIA's GPUs only; use offload"),
         (
             "dp2.fp8block",
             r"no recipe of float8 is named 'fp8block'; known: fp8tensor, .*docs/measurements/tolerances\.md",
