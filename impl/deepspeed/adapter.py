@@ -236,9 +236,10 @@ class DeepspeedBackend(ReferenceBackend):
         """Returns whether a checkpoint of one layout can be loaded in the other."""
 
         def cut(layout: Layout) -> Cut:
-            own = "its own Adam" if scenario.optimizer.name == "adamw" else "its own SGD"
+            name = {"adamw": "Adam", "sgd": "SGD", "muon": "Muon with Adam"}[scenario.optimizer.name]
             builtin = "AdamW" if scenario.optimizer.name == "adamw" else "SGD"
-            return engine_cut(layout, scenario.precision, optimizer=own if "ownopt" in layout.options else builtin)
+            own = f"its own {name}" if "ownopt" in layout.options else builtin
+            return engine_cut(layout, scenario.precision, optimizer=own)
 
         try:
             check(cut(before), cut(after))

@@ -84,7 +84,7 @@ def check(saved: Cut, own: Cut) -> None:
     reason = ""
     if own.stage == "zero0":
         reason = "zero0"
-    elif "Adam" not in own.optimizer:
+    elif "Adam" not in own.optimizer or "Muon" in own.optimizer:
         reason = f"{own.optimizer}, only AdamW"
     elif own.stage != "zero3" and any(cut.ulysses > 1 and cut.tp == 1 for cut in (saved, own)):
         reason = "Ulysses below zero3"  # its mpu lacks functions that DeepSpeed calls then

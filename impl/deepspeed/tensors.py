@@ -145,6 +145,10 @@ class SteppedTensors:
             state[key] = torch.zeros_like(stepped)
         return state[key]
 
+    def keeps(self, parameter: Any, kind: WrittenKind) -> bool:
+        """Returns whether the optimizer has such a state of a parameter: Muon has a momentum of matrices only."""
+        return not hasattr(parameter, "use_muon") or (kind == "momentum_buffer") == parameter.use_muon
+
     def momentum_of_matrix(self, parameter: Any) -> torch.Tensor | None:
         """Returns this rank's momentum of a matrix that Muon updates, flat, with zeros if there is none yet, at ZeRO-1
         and 2; None for other parameters.
@@ -171,8 +175,9 @@ class SteppedTensors:
         """Sets the update count of a parameter's stepped tensor; the parameters of a flat tensor share one count."""
         stepped = self.tensor(parameter)
         # torch's AdamW counts in place in a tensor, DeepSpeed's own optimizers count in a Python number.
-        counts_in_tensor = isinstance(self._optimizer, torch.optim.AdamW)
-        step = update_count(torch.tensor(count), self._optimizer, stepped) if counts_in_tensor else int(count)
+        adamw = getattr(self._optimizer, "aux_optimizer", self._optimizer)  # beside Muon
+        counts_in_tensor = isinstance(adamw, torch.optim.AdamW)
+        step = update_count(torch.tensor(count), adamw, stepped) if counts_in_tensor else int(count)
         self._optimizer.state[stepped]["step"] = step
 
     def piece(self, parameter: Any, stepped: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -261,6 +266,8 @@ class EngineTensors:
             if not parameter.requires_grad:
                 if kind == "weight":
                     _fill_computed_with(name, parameter, self._place, read)
+            elif kind != "weight" and not self._stepped.keeps(parameter, kind):
+                continue
             elif kind == "step":
                 self._stepped.set_step(parameter, float(read(name, (), ())))
             else:
