@@ -282,8 +282,8 @@ class MegatronBackend(ReferenceBackend):
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
     lacking_optimizers: ClassVar = {
-        "muon": "megatron-core's needs the package emerging_optimizers (0.3.0: Python 3.12, triton, float32 matrices "
-        "only), which this backend does not drive"
+        "muon": "megatron-core's needs the package emerging_optimizers (Python 3.12, triton), casts to float32, and "
+        "takes gate and up projections for one matrix (docs/findings/megatron-muon-parts.md), which is not modelled"
     }
     conventions: ClassVar = (RouterLossByMicroBatch(), RouterLossSoFar())
     seams: ClassVar[dict[str, str]] = {
