@@ -12,11 +12,14 @@ import torch
 from script_forks import Forker
 
 from conformance.core.packages import is_installed
+from impl.models.support import is_older
 
 FINDINGS = Path(__file__).parents[2] / "docs" / "findings"
 HELPERS = {"flash_attn_stand_in.py", "megatron_on_cpu.py"}  # what several scripts import
 # Scripts that need a GPU, each with the package that it needs as well.
 ON_GPUS = {"inductor_ranks_choose.py": "", "transformer_engine_tf32.py": "transformer-engine"}
+NEWER = {"megatron_fsdp_kept.py": ("megatron-core", 0, 18)}  # scripts about releases from this one on
+FURTHER = {"megatron_muon_parts.py": "emerging-optimizers"}  # scripts that need a package beside the library
 SCRIPTS = sorted(path for path in FINDINGS.glob("*.py") if path.name not in HELPERS)
 PLAIN = (
     "torch.distributed.fsdp",
@@ -61,6 +64,10 @@ def test_script_shows_the_defect(script: Path, request: pytest.FixtureRequest) -
     if script.name in ON_GPUS and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if (package := ON_GPUS.get(script.name)) and not is_installed(package):
+        pytest.skip(f"needs {package}")
+    if (release := NEWER.get(script.name)) and is_older(*release):
+        pytest.skip(f"about {release[0]} from {'.'.join(map(str, release[1:]))} on")
+    if (package := FURTHER.get(script.name)) and not is_installed(package):
         pytest.skip(f"needs {package}")
     family = script.stem.partition("_")[0]
     if family in ("bridge", "llamafactory", "openrlhf", "swift", "torchao", "trl", "verl", "vllm"):  # not installed
