@@ -23,10 +23,18 @@ from conformance.core import packages as own_packages
 from conformance.core.environments import OF_RANKS
 from conformance.core.errors import UsageError
 from conformance.core.io import no_link
-from conformance.core.process import StartPatience, effort, signal_at_death_of, signal_at_hang_up, signal_group
+from conformance.core.process import (
+    StartPatience,
+    effort,
+    signal_at_death_of,
+    signal_at_hang_up,
+    signal_group,
+    signal_group_of,
+)
 from conformance.runtime.preload_server import fork_call
 
 _TICK_S = 0.25
+_REAP_S = 10.0  # limit for the preload server to reap a process that was killed
 _PID = struct.Struct("q")
 NEEDS = f"needs backend-parity {{}} (pip install --no-deps), {', '.join(OF_RANKS)}"
 Made = TypeVar("Made")
@@ -125,19 +133,29 @@ class _Fork:
         self.stdin = parent_end.makefile("w", encoding="utf-8")
         self.stdout = parent_end.makefile("r", encoding="utf-8")
         parent_end.close()  # the files keep it
-        self.patience, self.kill = self._forked.patience, self._forked.kill
-        self.pid = 0  # until it is forked
+        self.patience = self._forked.patience
+        self.pid, self._pidfd = 0, -1  # until it is forked
 
     def read_pid(self) -> None:
         """Waits until the process is forked. Reads no byte more, because whoever waits for hello polls the socket."""
-        if sent := os.read(self.stdout.fileno(), _PID.size):
-            self.pid = _PID.unpack(sent)[0]
+        with socket.socket(fileno=os.dup(self.stdout.fileno())) as end:
+            sent, fds, *_ = socket.recv_fds(end, _PID.size, 1)
+        if sent:
+            (self.pid,), (self._pidfd,) = _PID.unpack(sent), fds
+
+    def kill(self) -> None:
+        """Kills the process group, and asks the preload server, which also ends descendants that have left it."""
+        if self._pidfd >= 0:
+            signal_group_of(self._pidfd, self.pid, signal.SIGKILL)
+        self._forked.kill()
 
     def wait(self) -> None:
-        self._forked.wait()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
+        """Waits until the preload server has reaped the process, but not for a preload server that hangs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._forked.wait(_REAP_S)
+        for fd in {self._life, self._pidfd} - {-1}:
+            os.close(fd)
+        self._life = self._pidfd = -1
 
 
 def answer_in_fork(child_end: int, parent_lives: int, serve: Callable[[IO[str], IO[str]], None]) -> NoReturn:
@@ -154,7 +172,9 @@ def answer_in_fork(child_end: int, parent_lives: int, serve: Callable[[IO[str], 
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         end = socket.socket(fileno=child_end)
         queries, answers = end.makefile("r", encoding="utf-8"), end.makefile("w", encoding="utf-8")
-        end.send(_PID.pack(os.getpid()))
+        pidfd = os.pidfd_open(os.getpid())
+        socket.send_fds(end, [_PID.pack(os.getpid())], [pidfd])
+        os.close(pidfd)
         serve(queries, answers)
     except BaseException:
         traceback.print_exc()
@@ -180,7 +200,8 @@ class ForkedProcess(EnvironmentProcess):
         return super()._started()
 
     def end(self) -> None:
-        """Kills the process by its parent, the preload server, which knows its children and ends their descendants."""
+        if not self.process.pid and self._is_readable(0):  # it was forked, and nobody has waited for it
+            self.process.read_pid()
         self.process.kill()
         self.process.wait()
 

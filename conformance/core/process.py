@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STORE_TIMEOUT = timedelta(minutes=5)  # torch's default
 _PR_SET_PDEATHSIG = 1
+_PIDFD_SIGNAL_PROCESS_GROUP = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_SLAVE = 0x20000, 0x1000, 0x4000, 0x80000
 _BYTES_PER_S = 10 * 2**20
@@ -193,6 +194,21 @@ def signal_group(group: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def signal_group_of(leader: int, group: int, number: int) -> None:
+    """Sends a signal to the process group ``group`` of its leader, a pidfd, and never to a later group of this number.
+
+    Before Linux 6.9, a group whose leader has ended and was reaped gets no signal.
+    """
+    try:
+        signal.pidfd_send_signal(leader, number, None, _PIDFD_SIGNAL_PROCESS_GROUP)
+    except ProcessLookupError:
+        return
+    except OSError:  # an older kernel: the number is the leader's as long as it has not been reaped
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(leader, 0)
+            os.killpg(group, number)
 
 
 def signal_process(pid: int, number: int) -> None:

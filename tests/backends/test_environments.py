@@ -7,8 +7,10 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 from plain_profile import write_profile
 
-from conformance.backends import registry
+from conformance.backends import query_process, registry
 from conformance.backends.protocol import BackendInfo, BrokenBackend, Supported, Unsupported
 from conformance.backends.query_process import EnvironmentProcess
 from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_of, find_backend, versions_of
@@ -25,7 +27,9 @@ from conformance.cli import main as cli
 from conformance.core.environments import OF_RANKS
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
+from conformance.core.process import process_state
 from conformance.judge import verdict
+from conformance.runtime import preload_server
 from conformance.spec.conventions import AdvantageEpsilon, DecaysAll, EntropyByMicroBatch, RoundedMasters
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, load_scenario
@@ -274,6 +278,32 @@ def test_ending_an_adapter_that_has_ended_signals_no_other_process(environment: 
         other.kill()
 
 
+def test_an_adapter_ends_whatever_the_preload_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child"
+    (tmp_path / "has_child.py").write_text(
+        "import pathlib, subprocess\nfrom plain_backend import Plain as Adapter\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(subprocess.Popen(['sleep', '600']).pid))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(preload_server, "_preload_server", None)
+    monkeypatch.setattr(query_process, "_REAP_S", 0.5)
+    for state in ("alive", "stopped", "dead"):
+        adapter = registry.forked_process("has_child:Adapter")
+        assert "message" not in adapter.hello
+        server = preload_server._server()._process
+        if state == "stopped":
+            server.send_signal(signal.SIGSTOP)
+        elif state == "dead":
+            server.kill()
+            server.wait()
+        adapter.end()
+        deadline = time.monotonic() + 20
+        while any(process_state(pid) not in ("", "Z") for pid in (adapter.process.pid, int(child.read_text()))):
+            assert time.monotonic() < deadline, f"it outlives end() if the preload server is {state}"
+            time.sleep(0.05)
+        server.send_signal(signal.SIGCONT)
+
+
 def test_adapter_process_knows_objective_of_later_scenario() -> None:
     class Adapter(_Vague):
         objectives: ClassVar[dict[str, object]] = {"sft": None}
@@ -323,7 +353,7 @@ def test_an_adapter_keeps_no_pipe_of_the_controller_open(tmp_path: Path, monkeyp
 
 
 TELLS_ITS_PROCESS = """
-from conformance.backends import registry
+from conformance.backends import query_process, registry
 from conformance.backends.protocol import Unsupported
 from plain_backend import Plain
 
@@ -340,7 +370,7 @@ def test_an_adapter_is_asked_in_a_process_that_has_nothing_of_this_one(
     """This process may have started CUDA, which does not survive a fork."""
     (tmp_path / "tells.py").write_text(TELLS_ITS_PROCESS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry, "FORKED", True, raising=False)
+    monkeypatch.setattr(registry, "FORKED", True)
     asked = adapter_of(find_backend("tells:Tells"))
     assert asked.supports(SCENARIO, Layout(pp=2)) == Unsupported("another process")
 
