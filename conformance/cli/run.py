@@ -34,6 +34,7 @@ from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, AtOnce, Demands, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
 from conformance.matrix.profile import select_cells, selected_backends
+from conformance.models.synthetic import is_large
 from conformance.records.record_format import dumps
 from conformance.results.history import read_baseline
 from conformance.results.output_folders import merge, rewrite_summary, slim
@@ -112,6 +113,7 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
         lanes=workers or lanes_of_host(),
         oracle_lanes=oracles_that_fit(cells),
         ranks_per_gpu=ranks.ranks_per_gpu,
+        large=any(is_large(cell.scenario) for cell in cells),
         hosts=hosts,
         budget_s=ranks.budget,
         fail_fast=options.fail_fast,

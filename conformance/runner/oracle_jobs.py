@@ -289,7 +289,6 @@ class Oracles:
             },
             log_dir=logs,
             budget_s=self._budget_s,
-            keep=not needed or leased is None,  # its share will have other ranks
             about=str(cell),
         )
         with self._large if needed and leased is None else contextlib.nullcontext():

@@ -21,10 +21,9 @@ from conformance.core.io import write_file
 from conformance.data.prepare import FrozenInputs
 from conformance.judge.tolerance import largest_rounding
 from conformance.matrix.cell import Cell, Phase
-from conformance.models.synthetic import is_large, with_other_numbers
+from conformance.models.synthetic import with_other_numbers
 from conformance.records.record_format import CONTROL, dumps, read_lines
 from conformance.results.bisection import Bisected, bisected_from_json
-from conformance.runner.resource_estimate import leased_bytes
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.failure import FailureKind
 from conformance.spec.scenario import scenario_to_json
@@ -134,10 +133,9 @@ def _run_phase(
 ) -> Outcome:
     phase, own = cell.phases[number], folder / str(number)
     inputs = _begun(cell, number, inputs, own)
-    memory = leased_bytes(cell) if device == "cuda" and is_large(cell.scenario) else 0
     return pool.run(
         key=phase.backend.name,
-        config=replace(group_config(phase, device), rank_memory=memory),
+        config=group_config(phase, device),
         task=TASK,
         kwargs=phase_spec(cell, number, inputs, own, own / LOADED if number else None).kwargs,
         log_dir=own / "logs",

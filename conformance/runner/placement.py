@@ -45,7 +45,8 @@ class SessionConfig:
     gpus: the GPUs that cells lease, or shares of them, to run in parallel; empty: cells run on processors.
     lanes: the largest number of cells that run at once on processors; fewer run at once if memory is scarce.
     oracle_lanes: the number of oracle runs on processors at once, and of judges.
-    ranks_per_gpu: how many ranks may share a GPU. hosts: the hosts that start ranks; None: only this host.
+    ranks_per_gpu: how many ranks may share a GPU. large: whether cells have models of which not many copies fit into a
+    GPU's memory. hosts: the hosts that start ranks; None: only this host.
     budget_s: seconds that a phase, or an oracle run, may go without progress. fail_fast: end after the first failure.
     floor, selected: see conformance.matrix.plan. selection: see conformance.results.run_results.Run.
     earlier: the run in ``out`` that this one continues.
@@ -60,6 +61,7 @@ class SessionConfig:
     lanes: int = 1
     oracle_lanes: int = 1
     ranks_per_gpu: int = 1
+    large: bool = False
     hosts: Hosts | None = None
     budget_s: float = 300.0
     fail_fast: bool = False
@@ -85,7 +87,7 @@ class Where:
         if self.fleet is not None:
             self._slots = Slots(self.fleet)
         elif gpus:
-            self._slots = Gpus(gpus, work_dir=work_dir, shared=config.ranks_per_gpu > 1)
+            self._slots = Gpus(gpus, work_dir=work_dir, shared=config.ranks_per_gpu > 1, large=config.large)
         elif config.lanes > 1:
             self._slots = Lanes(config.lanes, work_dir=work_dir)
         self.pool = Pool(work_dir=work_dir, slots=self._slots)

@@ -35,7 +35,6 @@ from conformance.records.header_checks import noise_runs
 from conformance.results.verdict import Verdict
 from conformance.runner.environment import model_sizes
 from conformance.runner.resource_estimate import (
-    CONTEXT,
     ON_GPU,
     Estimate,
     Size,
@@ -44,7 +43,6 @@ from conformance.runner.resource_estimate import (
     leased_bytes,
     on_slots,
     oracle_bytes,
-    rank_bytes,
     size_of,
     total,
 )
@@ -104,20 +102,17 @@ FILLED = 0.8  # share of a GPU's memory
 def _cells_on_a_gpu(cells: Sequence[Cell], gpus: Sequence[str], each: int) -> int:
     """Returns how many cells with ``each`` ranks on a GPU its memory holds at once, by the largest cell; at least 1.
 
-    Of cells with large models, by the smallest one, because each of them waits until there is memory for it
-    (conformance.runtime.leased_slots). The estimate is that of a rank on the CPU, where nothing is sharded.
+    The estimate is that of a rank on the CPU, where nothing is sharded. With large models no idle ranks stay on a share
+    (conformance.runtime.pool), so more of the memory is for cells.
     """
     memory = [whole for gpu, (_, whole) in memory_of_gpus().items() if gpu in gpus]
     if len(memory) < len(gpus):
         return 1
-    large = [cell for cell in cells if is_large(cell.scenario)]
-    small = {(c.scenario.model, c.scenario.name): c for c in cells if not is_large(c.scenario)}
-    most = MOST_ON_A_GPU
-    if small:
-        most = min(most, int(FILLED * min(memory) / (CONTEXT + max(map(rank_bytes, small.values())))))
-    if large:
-        most = min(most, MOST_LARGE, int(ROOM * min(memory) / min(map(leased_bytes, large))))
-    return max(1, most // each)
+    large = any(is_large(cell.scenario) for cell in cells)
+    by_size = {(c.scenario.model, c.scenario.name, large and c.scenario.precision): c for c in cells}
+    largest = max(map(leased_bytes, by_size.values()))
+    most, filled = (MOST_LARGE, ROOM) if large else (MOST_ON_A_GPU, FILLED)
+    return max(1, min(most, int(filled * min(memory) / largest)) // each)
 
 
 def oracles_that_fit(cells: Sequence[Cell]) -> int:

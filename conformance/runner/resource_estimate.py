@@ -199,9 +199,10 @@ def rank_bytes(cell: Cell) -> float:
 
 
 def leased_bytes(cell: Cell) -> int:
-    """Estimates the bytes that a rank takes of its GPU, for its lease: with a context, and as if nothing were sharded.
+    """Estimates the bytes that a rank takes of its GPU: with a context, and as if nothing were sharded.
 
-    What torch and DeepSpeed reserve is up to 1.6 times what a rank's tensors need (openPangu 1B, exact, H200).
+    For openPangu 1B in SFT, exact, this is 55.8 GiB. On H200s tensors took 45.3 at their peak, and processes of
+    DeepSpeed 60.6 and 56.7 with what torch caches, which a process frees when it lacks memory.
     """
     size = size_of(cell.scenario)
     return round(CONTEXT + max(_rank(phase, cell.scenario, size, is_cut=False) for phase in cell.phases))

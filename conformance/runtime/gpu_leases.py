@@ -15,7 +15,9 @@ A GPU is a name here; slots of several hosts are leased in the same way
 
 The lease of a share of a GPU (conformance.runtime.gpu_inventory) locks the file of the share exclusively, and the file
 of the GPU as a shared lock. So a GPU is leased as a whole, or by shares, whatever the number of shares in different
-runs.
+runs. A run with large models divides the memory of its GPUs, so no other run may have shares there: its leases hold the
+lock of the GPU exclusively, all of them by one descriptor. Neither it nor another run leases a share of a GPU that an
+earlier ticket of the other one waits for.
 
 Blocks of N GPUs begin at multiples of N among the visible ones. So there are few different blocks, their live worker
 groups are used again, and blocks of 1, 2, 4 and 8 never leave a GPU between them that no block contains.
@@ -28,10 +30,11 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 
 from conformance.core.errors import UsageError
 from conformance.core.io import lock
@@ -63,6 +66,7 @@ class Busy:
         return means if any(means.values()) else {}
 
 
+NONE: Mapping[str, int] = MappingProxyType({})
 _NAMED = 2  # slots of one process that are named; more are counted
 _LONGEST_TICKET = 1 << 16
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follows no link, waits for no pipe
@@ -113,37 +117,39 @@ def _named(names: Sequence[str]) -> str:
 class Ticket:
     """Waits in the queue for ``size`` of ``gpus``. Each thread needs its own ticket."""
 
-    def __init__(self, gpus: Sequence[str], size: int, *, folder: Path) -> None:
+    def __init__(self, gpus: Sequence[str], size: int, *, folder: Path, run: str = "", holds: bool = False) -> None:
+        """``run``: identifies the run. ``holds``: no other run may have shares of the same GPUs."""
         if not blocks(gpus, size):
             raise ValueError(f"a lease of {size} GPUs, and there are {len(gpus)}")
-        self._gpus, self._size, self._folder = tuple(gpus), size, folder
+        self._gpus, self._size, self._folder, self._run, self._holds = tuple(gpus), size, folder, run, holds
         _make_folder(folder)
         with _queue_lock(folder):
             # Above all existing numbers, including files that this process cannot remove.
             self._number = max((_number(path) for path in folder.glob("*.ticket")), default=0) + 1
             self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
             os.fchmod(self._fd, 0o644)
-            os.write(self._fd, json.dumps({"gpus": self._gpus, "size": size}).encode())
+            os.write(self._fd, json.dumps({"gpus": self._gpus, "size": size, "run": run, "holds": holds}).encode())
             fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     @property
     def _path(self) -> Path:
         return self._folder / f"{self._number:012d}.{os.getuid()}.ticket"
 
-    def serve(
-        self, *, prefer: Collection[Block] = (), has_room: Callable[[Block], bool] = lambda _: True
-    ) -> Lease | None:
+    def serve(self, *, prefer: Collection[Block] = (), own: Mapping[str, int] = NONE) -> Lease | None:
         """Returns the lease and uses up the ticket, if it is this ticket's turn. ``prefer``: the blocks that are tried
-        before others. ``has_room``: whether a free block may be leased now. Does not wait."""
+        before others. ``own``: descriptors of the GPUs that the run holds. Does not wait."""
         with _queue_lock(self._folder):
             reserved: set[str] = set()
             for number, request in _tickets(self._folder):
                 if number >= self._number:
                     break
-                reserved.update(_reserved_for(request, reserved, self._folder))
+                block = _reserved_for(request, reserved, self._folder, own)
+                reserved.update(block)
+                if (self._holds or request.holds) and request.run != self._run:
+                    reserved.update(map(gpu_of, block))
             found = [block for block in blocks(self._gpus, self._size) if not _clash(block, reserved)]
             for block in sorted(found, key=lambda block: block not in prefer):
-                if has_room(block) and (fds := _locked(block, self._folder)) is not None:
+                if (fds := _locked(block, self._folder, own, holds=self._holds)) is not None:
                     self._close()
                     return Lease(block=block, fds=fds)
         return None
@@ -162,12 +168,14 @@ class Ticket:
 class _Request:
     gpus: Block
     size: int
+    run: str
+    holds: bool
 
 
-def _reserved_for(request: _Request, reserved: set[str], folder: Path) -> Block:
+def _reserved_for(request: _Request, reserved: set[str], folder: Path, own: Mapping[str, int]) -> Block:
     """Returns the block that an earlier ticket will get: a free one, or the one with the most free GPUs."""
     possible = [block for block in blocks(request.gpus, request.size) if not _clash(block, reserved)]
-    return max(possible, key=lambda block: sum(_is_free(gpu, folder) for gpu in block), default=())
+    return max(possible, key=lambda block: sum(_is_free(gpu, folder, own) for gpu in block), default=())
 
 
 def _clash(block: Block, reserved: Collection[str]) -> bool:
@@ -175,8 +183,8 @@ def _clash(block: Block, reserved: Collection[str]) -> bool:
     return any(gpu in reserved or gpu_of(gpu) in reserved or gpu in map(gpu_of, reserved) for gpu in block)
 
 
-def _is_free(gpu: str, folder: Path) -> bool:
-    fds = _locked((gpu,), folder)
+def _is_free(gpu: str, folder: Path, own: Mapping[str, int] = NONE) -> bool:
+    fds = _locked((gpu,), folder, own)
     for fd in fds or ():
         os.close(fd)
     return fds is not None
@@ -186,16 +194,31 @@ def _lock_of(gpu: str, folder: Path) -> Path:
     return folder / f"{gpu.replace('/', '_')}.gpu"
 
 
-def _locked(block: Block, folder: Path) -> tuple[int, ...] | None:
-    """Returns descriptors that hold the locks of all members of a block, and shared locks of the GPUs of its shares;
-    None if another lease has one of them."""
-    shared = dict.fromkeys(gpu_of(gpu) for gpu in block if gpu_of(gpu) != gpu)
-    locks = [*((gpu, fcntl.LOCK_SH) for gpu in shared), *((gpu, fcntl.LOCK_EX) for gpu in block)]
+def _shared(block: Block) -> Block:
+    """Returns the GPUs of a block's shares."""
+    return tuple(dict.fromkeys(gpu_of(gpu) for gpu in block if gpu_of(gpu) != gpu))
+
+
+def held_gpus(leases: Iterable[Lease]) -> dict[str, int]:
+    """Returns a descriptor with the lock of each GPU of which one of these leases has shares."""
+    return {gpu: fd for lease in leases for gpu, fd in zip(_shared(lease.block), lease.fds, strict=False)}
+
+
+def _locked(
+    block: Block, folder: Path, own: Mapping[str, int] = NONE, *, holds: bool = False
+) -> tuple[int, ...] | None:
+    """Returns descriptors that hold the locks of all members of a block, after those of the GPUs of its shares; None if
+    another lease has one of them. ``own``: descriptors with locks of GPUs. ``holds``: locks GPUs exclusively."""
+    kind_of_gpu = fcntl.LOCK_EX if holds else fcntl.LOCK_SH
+    locks = [*((gpu, kind_of_gpu) for gpu in _shared(block)), *((gpu, fcntl.LOCK_EX) for gpu in block)]
     with contextlib.ExitStack() as stack:
         fds = []
         for name, kind in locks:
-            fd = _open(_lock_of(name, folder))
+            fd = os.dup(own[name]) if name in own else _open(_lock_of(name, folder))
             stack.callback(os.close, fd)
+            if name in own:
+                fds.append(fd)
+                continue
             try:
                 fcntl.flock(fd, kind | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -227,7 +250,8 @@ def _tickets(folder: Path) -> Iterator[tuple[int, _Request]]:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 ticket = json.loads(os.read(fd, _LONGEST_TICKET))
                 gpus, size = tuple(map(str, ticket["gpus"])), max(1, int(ticket["size"]))
-                yield _number(path), _Request(gpus=gpus, size=size)
+                run, holds = str(ticket.get("run", "")), bool(ticket.get("holds"))
+                yield _number(path), _Request(gpus=gpus, size=size, run=run, holds=holds)
 
 
 _LOCK_S = 60.0  # others hold the lock for milliseconds

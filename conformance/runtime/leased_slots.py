@@ -1,11 +1,10 @@
 """Leases slots to worker groups: GPUs of this host, shares of GPUs, its processors, or slots of several hosts."""
 
 import logging
-import math
 import os
 import threading
 import time
-from collections import Counter
+import uuid
 from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.forkserver_client import BlockStarter, Forkservers
 from conformance.runtime.gpu_inventory import (
-    gpu_of,
     gpus_of,
     memory_of_gpus,
     more_shares,
@@ -21,7 +19,16 @@ from conformance.runtime.gpu_inventory import (
     slots_of,
     visible_to,
 )
-from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder, leases_by_process
+from conformance.runtime.gpu_leases import (
+    NONE,
+    Busy,
+    Ticket,
+    blocks,
+    held_gpus,
+    holders,
+    lease_folder,
+    leases_by_process,
+)
 from conformance.runtime.mps import Mps
 from conformance.runtime.slots import Block, Lease, NoLease, Starter
 
@@ -40,8 +47,9 @@ class LeasedSlots:
     def __init__(self, names: Block = (), *, what: str, folder: Path) -> None:
         self._what, self._folder = what, folder
         self._given_back = threading.Condition()
-        self._taken: dict[Lease, tuple[float, int]] = {}  # when, and the bytes of each slot
+        self._taken_at: dict[Lease, float] = {}
         self.busy = Busy(names)
+        self._run, self.holds_gpus = uuid.uuid4().hex, False
 
     def names(self) -> Block:
         """Returns all current slots. Raises NoLease with the reason if none can be leased."""
@@ -71,6 +79,9 @@ class LeasedSlots:
         """See conformance.runtime.slots."""
         return False
 
+    def _ticket(self, names: Block, size: int) -> Ticket:
+        return Ticket(names, size, folder=self._folder, run=self._run, holds=self.holds_gpus)
+
     def lease(
         self,
         who: str,
@@ -89,20 +100,17 @@ class LeasedSlots:
         began, is_reported = time.monotonic(), False
         report_at = began + _REPORT_S
         names, size = self._wanted(config, everything)  # outside the lock: it may query NVML
-
-        def has_room(block: Block) -> bool:
-            return self._has_room(block, needed_of(config, block))
-
         with self._given_back:
-            ticket = Ticket(names, size, folder=self._folder)
+            ticket = self._ticket(names, size)
             try:
                 while not is_over():
                     if (wanted := self._wanted(config, everything)) != (names, size):  # a host was lost
                         old, (names, size) = ticket, wanted
-                        ticket = Ticket(names, size, folder=self._folder)
+                        ticket = self._ticket(names, size)
                         old.withdraw()
-                    if (lease := ticket.serve(prefer=prefer, has_room=has_room)) is not None:
-                        self._taken[lease] = time.monotonic(), needed_of(config, lease.block)
+                    own = held_gpus(self._taken_at) if self.holds_gpus else NONE
+                    if (lease := ticket.serve(prefer=prefer, own=own)) is not None:
+                        self._taken_at[lease] = time.monotonic()
                         return lease
                     self._given_back.wait(_TICK_S)
                     now = time.monotonic()
@@ -120,7 +128,7 @@ class LeasedSlots:
 
     def give_back(self, lease: Lease) -> None:
         with self._given_back:
-            self.busy.add(lease.block, time.monotonic() - self._taken.pop(lease)[0])
+            self.busy.add(lease.block, time.monotonic() - self._taken_at.pop(lease))
             lease.release()
             self._given_back.notify_all()
 
@@ -141,10 +149,6 @@ class LeasedSlots:
         """Returns how many of these slots have ``gpu_memory`` bytes together; all if their memory is unknown."""
         return len(names)
 
-    def _has_room(self, block: Block, needed: int) -> bool:
-        """Returns whether ``needed`` bytes on each slot of a block fit beside what is leased."""
-        return True
-
     def _advice(self, ranks: int) -> str:
         """Returns advice on how to get slots for ``ranks`` ranks, as the end of a message."""
         return ""
@@ -155,25 +159,22 @@ class LeasedSlots:
         return f"{size} of {len(names)} {self._what}; leased are {taken}"
 
 
-ROOM = 0.94  # share of a GPU's memory for the worker groups at work on it; idle ones have contexts there, too
-
-
-def needed_of(config: WorkerGroupConfig, block: Block) -> int:
-    """Returns the bytes that a worker group needs on each slot of its block; 0 if that is unknown."""
-    return config.rank_memory if config.gpu_memory is None else config.gpu_memory // len(block)
+ROOM = 0.94  # share of a GPU's memory that its shares divide
 
 
 class Gpus(LeasedSlots):
     """Leases GPUs of this host by UUID, or shares of them.
 
-    work_dir: for the logs of forkservers. shared: whether ranks of one worker group share a GPU.
+    work_dir: for the logs of forkservers. shared: whether ranks of one worker group share a GPU. large: whether models
+    are so large that shares divide the memory of GPUs, which no other run may use then.
     """
 
-    def __init__(self, gpus: Block, *, work_dir: Path, shared: bool = True) -> None:
+    def __init__(self, gpus: Block, *, work_dir: Path, shared: bool = True, large: bool = False) -> None:
         what = "GPUs" if gpus_of(gpus) == gpus else "shares of GPUs"
         super().__init__(gpus, what=what, folder=lease_folder())
         self._gpus, self._forkservers = gpus, Forkservers(work_dir)
         self._mps = Mps(is_wanted=shared) if gpus_of(gpus) != gpus else None
+        self.holds_gpus = large and gpus_of(gpus) != gpus
 
     def names(self) -> Block:
         return self._gpus
@@ -217,27 +218,14 @@ class Gpus(LeasedSlots):
         return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items()}
 
     def _with_memory(self, names: Block, gpu_memory: int) -> int:
-        """Returns the smallest power of two of GPUs that suffices, or all: blocks of powers of two leave no gaps.
-
-        A block of so many shares has one on each of so many GPUs (gpu_inventory.shares_of)."""
+        """Returns the smallest power of two of GPUs, or shares, that suffices, or all: blocks of powers of two leave no
+        gaps."""
         gpus = gpus_of(names)
-        if not (smallest := min(self._bytes.get(gpu, 0) for gpu in gpus)):
-            return len(names)
-        powers = (2**power for power in range(len(gpus)) if 2**power < len(gpus))
-        return next((count for count in powers if count * smallest >= gpu_memory), len(gpus))
-
-    def _has_room(self, block: Block, needed: int) -> bool:
-        """Returns whether a block's GPUs have the memory beside other leases of this run. One without any always has,
-        because an estimate may be too large."""
-        held = Counter[str]()
-        for lease, (_, of_each) in self._taken.items():
-            for slot in lease.block:
-                held[gpu_of(slot)] += of_each
-        wanted = Counter(map(gpu_of, block))
-        return all(
-            not held[gpu] or held[gpu] + needed * count <= ROOM * self._bytes.get(gpu, math.inf)
-            for gpu, count in wanted.items()
-        )
+        smallest = min(self._bytes.get(gpu, 0) for gpu in gpus)
+        if len(names) > len(gpus):  # of a share
+            smallest = int(ROOM * smallest * len(gpus) / len(names))
+        powers = (2**power for power in range(len(names)) if 2**power < len(names))
+        return next((count for count in powers if count * smallest >= gpu_memory), len(names))
 
     def _advice(self, ranks: int) -> str:
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"

@@ -168,6 +168,8 @@ class Pool:
         except BaseException:
             slots.give_back(lease)
             raise
+        if slots.holds_gpus:
+            self._end_groups_on(lease.block)
         service = slots.service
         outcome = threaded.thread.submit(run).result()
         if outcome.state == "done" or self._is_aborted or not slots.has_failed(service):
@@ -184,10 +186,17 @@ class Pool:
         with self._making:
             return [one.thread.submit(one.lane.retire_all, why) for one in self._lanes.values()]
 
+    def _end_groups_on(self, block: Block) -> None:
+        """Ends the worker groups of other blocks with slots of this one, which is leased, so that they are idle."""
+        with self._making:
+            others = [one for of, one in self._lanes.items() if of != block and not set(of).isdisjoint(block)]
+        wait([one.thread.submit(one.lane.retire_all, "its slot has other ranks") for one in others])
+
     def _lane(self, slots: SlotPool, block: Block) -> _Threaded:
         if (threaded := self._lanes.get(block)) is None:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="-".join(block))
-            threaded = self._lanes[block] = _Threaded(lane=Lane(slots.starter(block), most=MOST_GROUPS), thread=thread)
+            lane = Lane(slots.starter(block), most=1 if slots.holds_gpus else MOST_GROUPS)
+            threaded = self._lanes[block] = _Threaded(lane=lane, thread=thread)
         if self._is_aborted:
             threaded.lane.abort()
         return threaded

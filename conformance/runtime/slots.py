@@ -169,11 +169,9 @@ class Lane:
         if worker_group is not None and not worker_group.is_whole():
             self._retire(key, config, why="a rank died while it was idle")
             worker_group = None
-        others = [other for other in self.worker_groups if other != (key, config)]
-        most = 1 if config.wants_memory else self._most  # an idle rank holds two gigabytes of its GPU
-        for other in others[: max(0, len(others) + 1 - most)] if most is not None else ():
-            self._retire(*other, why="another one is needed", level=logging.DEBUG)
         if worker_group is None:
+            if self._most is not None and len(self.worker_groups) >= self._most:
+                self._retire(*next(iter(self.worker_groups)), why="another one is needed", level=logging.DEBUG)
             worker_group = self._starter.start(config)
         self.worker_groups.pop((key, config), None)
         self.worker_groups[key, config] = worker_group  # the last one used is the last one
@@ -247,6 +245,10 @@ class SlotPool(Protocol):
 
     def starter(self, block: Block) -> Starter:
         """Returns the object that starts worker groups on these slots."""
+
+    @property
+    def holds_gpus(self) -> bool:
+        """Whether a slot has memory of its own, so that of all worker groups on it one may be alive."""
 
     @property
     def service(self) -> int:

@@ -47,8 +47,6 @@ class WorkerGroupConfig:
     gpu_memory: required bytes. A worker group on leased slots (conformance.runtime.pool) gets enough GPUs of one
         host for them, whatever its size; all GPUs of that host if they do not suffice, or if their memory is
         unknown. Not compared: a live worker group serves tasks that need less or more memory of the same GPUs.
-    rank_memory: bytes that a rank needs of its GPU beside other worker groups, without ``gpu_memory``; 0 if they are
-        few or unknown. Not compared either.
     memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
         Address space is more than memory: each thread reserves some tens of MiB of it.
 
@@ -61,7 +59,6 @@ class WorkerGroupConfig:
     gpu_backend: str = "nccl"
     python: str = ""
     gpu_memory: int | None = field(default=None, compare=False)
-    rank_memory: int = field(default=0, compare=False)
     memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,11 +68,6 @@ class WorkerGroupConfig:
             raise ValueError(
                 "memory_limit_bytes limits address space, which CUDA reserves freely; leave it out for cuda"
             )
-
-    @property
-    def wants_memory(self) -> bool:
-        """Whether a GPU's memory is leased for it."""
-        return bool(self.gpu_memory or self.rank_memory)
 
 
 class Pollable(Protocol):

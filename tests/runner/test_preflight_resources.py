@@ -160,11 +160,11 @@ def test_small_cells_share_a_gpu_by_processors_and_memory(
     )
 
 
-@pytest.mark.parametrize(("memory", "each", "slots"), [(150e9, 1, 4), (80e9, 1, 2), (40e9, 1, 1), (150e9, 2, 4)])
-def test_large_cells_share_a_gpu_by_the_smallest(
+@pytest.mark.parametrize(("memory", "each", "slots"), [(300e9, 1, 4), (150e9, 1, 2), (80e9, 1, 1), (300e9, 2, 4)])
+def test_large_cells_share_a_gpu_by_the_largest(
     memory: float, each: int, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """33 GB of a rank in fp32, at most four ranks; a larger cell waits for its lease."""
+    """68 GB of a rank in the exact tier, with a context; at most four ranks."""
     monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
     monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(memory))})
     monkeypatch.setattr(preflight, "lanes_of_host", lambda: 8)

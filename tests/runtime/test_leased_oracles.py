@@ -84,49 +84,77 @@ def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, mon
         lease(3)
 
 
-def test_shares_of_a_gpu_are_leased_as_its_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large cell waits for memory beside others, and not for a share; the largest has its GPUs for itself."""
+@pytest.mark.parametrize(("needed", "shares"), [(1, 1), (47, 1), (48, 2), (94, 2), (95, 4), (999, 4)])
+def test_a_task_sized_by_memory_gets_shares(
+    needed: int, shares: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two GPUs of 100 bytes, of which 94 are divided."""
     monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", lambda: dict.fromkeys(GPUS, (0, 100)))
-    gpus = Gpus(shares_of(GPUS, 4), work_dir=tmp_path)
+    config = WorkerGroupConfig(size=1, device="cuda", preload=(), gpu_memory=needed)
+    lease = leased(Gpus(shares_of(GPUS, 2), work_dir=tmp_path, large=True), config)
+    assert len(lease.block) == shares
+    assert len(set(map(gpu_of, lease.block))) == min(shares, 2)
 
-    def lease(ranks: int, **memory: Any) -> Lease:
-        config = WorkerGroupConfig(size=ranks, device="cuda", preload=(), **memory)
-        return gpus.lease("ranks", config, prefer=(), limit_s=0.1, is_over=lambda: False)
 
-    small, large = lease(2, rank_memory=30), lease(2, rank_memory=60)
-    assert (small.block, large.block) == (shares_of(GPUS, 2)[:2], shares_of(GPUS, 2)[2:])
-    lease(2)  # of which nothing is known
+def leased(gpus: Gpus, config: WorkerGroupConfig) -> Lease:
+    return gpus.lease("ranks", config, prefer=(), limit_s=0.1, is_over=lambda: False)
+
+
+@pytest.mark.parametrize("other", [shares_of(GPUS, 2), shares_of(GPUS, 4), GPUS])
+def test_a_run_with_large_models_has_its_gpus_for_itself(other: tuple[str, ...], tmp_path: Path) -> None:
+    """Other runs have other GPUs, or wait, and so does this one, whoever is first."""
+    one = WorkerGroupConfig(size=1, device="cuda", preload=())
+    large, beside = Gpus(shares_of(GPUS, 2), work_dir=tmp_path, large=True), Gpus(other, work_dir=tmp_path)
+    first, second = leased(large, one), leased(large, one)
+    assert first.block != second.block
+    third = leased(large, one)
     with pytest.raises(NoLease, match="no lease within"):
-        lease(2, rank_memory=5)
-    gpus.give_back(small)
-    oracle = lease(1, gpu_memory=30)
-    assert len(oracle.block) == 1
+        leased(beside, one)
+    for lease in (first, second, third):
+        large.give_back(lease)
+    of_other = leased(beside, one)
+    blocks = [leased(large, one) for _ in range(2)]
+    assert {gpu_of(lease.block[0]) for lease in blocks} == {*GPUS} - {gpu_of(of_other.block[0])}
     with pytest.raises(NoLease, match="no lease within"):
-        lease(1, gpu_memory=101)
-    gpus.give_back(large)
-    gpus.give_back(oracle)
-    assert set(map(gpu_of, lease(1, gpu_memory=101).block)) == set(GPUS)
+        leased(large, one)
 
 
-def test_no_idle_ranks_stay_beside_those_of_a_large_model(tmp_path: Path) -> None:
-    """A context and what libraries keep are two gigabytes, for each backend that a share had."""
-    with Pool(work_dir=tmp_path / "worlds", slots=Gpus(GPUS[:1], work_dir=tmp_path / "worlds")) as pool:
+def test_a_run_with_large_models_leases_no_share_that_another_run_waits_for(tmp_path: Path) -> None:
+    """Else its cells could follow each other on a GPU for hours. The other way round as well."""
+    one, shares = WorkerGroupConfig(size=1, device="cuda", preload=()), shares_of(GPUS[:1], 2)
+    for large in (True, False):
+        runs = Gpus(shares, work_dir=tmp_path, large=large), Gpus(shares, work_dir=tmp_path, large=not large)
+        lease = leased(runs[0], one)
+        ticket = runs[1]._ticket(shares, 1)
+        with pytest.raises(NoLease, match="no lease within"):
+            leased(runs[0], one)
+        runs[0].give_back(lease)
+        with pytest.raises(NoLease, match="no lease within"):
+            leased(runs[0], one)
+        found = ticket.serve()
+        assert found is not None
+        found.release()
 
-        def is_used(key: str, rank_memory: int) -> bool:
-            preload = ("worker_group_tasks",)
+
+def test_one_worker_group_lives_on_a_share_of_memory(tmp_path: Path) -> None:
+    """Idle ranks of other backends, and of larger or smaller groups, would hold two gigabytes each."""
+    shares = shares_of(GPUS, 2)
+    with Pool(work_dir=tmp_path / "worlds", slots=Gpus(shares, work_dir=tmp_path / "worlds", large=True)) as pool:
+
+        def is_used(key: str, size: int) -> bool:
             outcome = pool.run(
                 key=key,
-                config=WorkerGroupConfig(size=1, device="cpu", preload=preload, rank_memory=rank_memory),
+                config=WorkerGroupConfig(size=size, device="cpu", preload=("worker_group_tasks",)),
                 task="worker_group_tasks:visible",
                 kwargs={},
                 log_dir=tmp_path / "logs",
                 budget_s=60,
             )
-            assert results(outcome) == ["GPU-a"]
+            results(outcome)
             return outcome.used
 
-        asked = [("a", 0), ("b", 0), ("a", 0), ("b", 1), ("b", 1), ("a", 0)]
-        assert [is_used(*one) for one in asked] == [False, False, True, True, True, False]
+        asked = [("a", 2), ("a", 2), ("b", 2), ("a", 2), ("b", 4), ("a", 2), ("a", 2)]
+        assert [is_used(*one) for one in asked] == [False, True, False, False, False, False, True]
 
 
 def test_task_sized_by_memory_gets_every_share_of_host_if_nothing_is_known(
