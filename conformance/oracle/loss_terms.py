@@ -322,13 +322,13 @@ def divergence(log_ratio: Tensor, kind: str) -> Tensor:
 
 
 def to_clip_of_kl(log_ratio: Tensor, kind: str) -> Tensor:
-    """Returns how far log-ratios are from where the gradient of ``divergence`` jumps, to first order."""
+    """Returns how far log-ratios are from where the gradient of ``divergence`` jumps, by a step of Newton."""
     match kind:
         case "abs":
             return log_ratio.detach()
         case "low_var_kl":
             x = log_ratio.detach().clamp(-20, 20)
-            return ((-x).exp() + x - 11) / (1 - (-x).exp()).abs()
+            return ((-x).exp() + x - 11) / (1 - (-x).exp())
     return to_nearest(log_ratio)
 
 

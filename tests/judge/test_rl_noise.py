@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,6 +160,37 @@ def test_gradients_jump_where_the_distance_to_a_clip_is_zero_and_nowhere_else(
         assert jumped == crossed
         found += sum(jumped)
     assert found == jumps
+
+
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [
+        *(("ratio", partial(_policy, mode)) for mode in ("vanilla", "gspo", "geo_mean")),
+        ("counted ratio", partial(_policy, "cispo")),
+        *((REFERENCE_KL, partial(_policy, kl_loss_coef=1.0, kl_loss_type=kind)) for kind in ("low_var_kl", "abs")),
+        *((name, partial(_critic, 1.5)) for name in CLIPPED if name.startswith("critic.value")),
+        ("margin", _hinge),
+    ],
+)
+def test_a_distance_to_a_clip_rises_with_the_quantity_that_the_judge_computes_of_rows(
+    name: str, losses: Callable[[], Iterator[Loss]]
+) -> None:
+    """So the distance of a cell is the oracle's and how far the cell's quantity is from the oracle's."""
+
+    def shown(term: Term) -> tuple[float, float]:
+        """The distance and the quantity of a token."""
+        (numbers,) = CLIPPED[name].of(StepViews({f"{key}/0": of.detach() for key, of in term.rows.items()})).values()
+        return term.clips[name][0].item(), numbers[0].item()
+
+    near = 0
+    for loss in losses():
+        for x in torch.arange(-3.005, 3.0, 0.01, dtype=F64):
+            (here, one), (there, other) = (shown(loss((x + more).repeat(2).requires_grad_())) for more in (0.0, 1e-4))
+            if abs(here) < 0.02:
+                near += 1
+                assert abs(other - one) > 1e-5
+                assert there - here == pytest.approx(other - one, rel=0.05)
+    assert near > 1
 
 
 def test_the_clip_fraction_of_cispo_has_a_distance_of_its_own() -> None:
