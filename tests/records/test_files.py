@@ -247,10 +247,13 @@ def test_judge_imports_no_module_that_a_record_names(
     assert (tmp_path / "run").exists()
 
 
+NAMES = ("open", "json.loads", "TCPStore", ".listen", "create_server", "HTTPServer")  # of functions that offend
+
+
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Where code writes through a link, reads JSON past the limits of read_json, or may listen at every address."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(NAMES):
             continue
         text = ast.unparse(node)
         is_open = re.match(r"(os\.)?open\(|.*\.open\($", ast.unparse(node.func) + "(")
