@@ -127,6 +127,9 @@ def test_mixed_precision_is_as_good_as_a_single_process(
 ) -> None:
     cell = cell_of("fsdp2", "sft-sgd", "qwen3", layout, precision)
     verdict = session.run(cell).verdict
+    if "fsdp1.lastsync" in layout:  # docs/findings/fsdp1-no-sync-half.md
+        assert verdict.state == "expected_difference", verdict.reason
+        return
     assert verdict.state == "conforms", verdict.reason
     further = noise_runs(precision, Layout.parse(layout).data)[1]
     assert not (session._oracles.folder(cell) / further).exists(), "one noise run was enough"
