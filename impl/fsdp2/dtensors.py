@@ -47,9 +47,15 @@ class _Cut:
 
 
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
-    """Returns the full tensor of each DTensor, in the same order, on every rank; collective."""
+    """Returns the full tensor of each DTensor, in the same order, on every rank; collective.
+
+    Each is a copy, also where no axis cuts the DTensor: a later update does not change it.
+    """
     cuts = [_cuts(tensor) for tensor in tensors]
-    full = [t.full_tensor() if c is None else t.to_local() for t, c in zip(tensors, cuts, strict=True)]
+    full = [
+        tensor.full_tensor() if of_tensor is None else tensor.to_local() if of_tensor else tensor.to_local().clone()
+        for tensor, of_tensor in zip(tensors, cuts, strict=True)
+    ]
     left = [[*(c or ())] for c in cuts]
     while any(left):  # each round gathers every tensor over one more axis
         batches: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)

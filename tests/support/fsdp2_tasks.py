@@ -390,7 +390,9 @@ def gathered_wrongly(context: RankContext, *, layout: str) -> list[str]:
     mesh = open_context(context, layout=layout, precision="fp32").mesh["shard", "tp"]
     whole = torch.arange(5 * 11 * 3.0).view(5, 11, 3)
     axes = (Replicate(), Shard(0), Shard(1), Shard(2))
-    cut: dict[str, Any] = {str(both): distribute_tensor(whole, mesh, both) for both in itertools.product(axes, axes)}
+    cut: dict[str, Any] = {
+        str(both): distribute_tensor(whole.clone(), mesh, both) for both in itertools.product(axes, axes)
+    }
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(37, 43), torch.nn.Linear(43, 1))
     wholes = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -398,4 +400,6 @@ def gathered_wrongly(context: RankContext, *, layout: str) -> list[str]:
     fully_shard(model, mesh=mesh["shard"])
     cut |= {name: parameter.detach() for name, parameter in model.named_parameters()}
     found = dict(zip(cut, full_tensors(list(cut.values())), strict=True))
+    for tensor in cut.values():  # as an update would
+        tensor.to_local().zero_()
     return [name for name, tensor in found.items() if not tensor.equal(wholes.get(name, whole))]
