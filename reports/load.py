@@ -163,7 +163,7 @@ def _complete(out: Path, cell: CheckedCell, noise: Callable[[Path, Path, str, in
 def _noise(out: Path, oracle: Path, precision: str, data_ranks: int) -> tuple[Lines, ...]:
     """Returns the lines of the single-process runs in a precision, as far as they are intact."""
     found = []
-    for run in noise_runs(precision, data_ranks):
+    for run in dict.fromkeys((*noise_runs(precision, data_ranks), *noise_runs(precision))):
         with contextlib.suppress(UsageError, RecordError):
             lines = read_lines(inside(out, oracle / run))
             check_oracle(oracle / run, lines.header, precision=run)

@@ -289,9 +289,10 @@ def _read_noise(
     Further runs exist only where a cell differs by the first one (conformance.runner.session).
     """
     scenario = phases[0].scenario
-    runs = noise_runs(scenario.precision, min(phase.layout.data for phase in phases))
-    first, further = runs[:1], runs[1:]
-    made = (*first, *(name for name in further if os.path.lexists(folder / name)))  # a broken link counts as well
+    first, *of_any = noise_runs(scenario.precision) or ("",)
+    of_ranks = noise_runs(scenario.precision, min(phase.layout.data for phase in phases))[1:]
+    further = [name for name in (*of_ranks, *of_any) if os.path.lexists(folder / name)]  # a broken link counts as well
+    made = [name for name in (first, *further[:1]) if name]
     noise = tuple(_read_oracle(folder, name, scenario, defects) for name in made)
     for run in noise:
         check_start(run, oracle)

@@ -234,9 +234,11 @@ def run_oracle(
 def policy_of(name: str, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
     """Returns the policy of a run.
 
-    On a CPU the "-plain" noise run adds up the gradients of a micro-batch's embeddings at once, those of the rows that
-    one of its data-parallel ranks holds. On a GPU, it has products of as many tokens as a micro-batch of one of two
-    data-parallel ranks: there, rounding depends on the size of a product (docs/explanations/tolerances.md).
+    On a CPU the "-plain" noise run adds up the gradients of a micro-batch's embeddings at once: in half precision those
+    of the rows that one data-parallel rank of the cell holds, in fp32, where it hardly matters, those of all rows. A
+    rank that shares sequences with others holds fewer tokens, so its embeddings have wider bounds than need be. On a
+    GPU, it has products of as many tokens as a micro-batch of one of two data-parallel ranks: there, rounding depends
+    on the size of a product (docs/explanations/tolerances.md).
     """
     name, ranks = parts_of_run(name)
     policy = POLICIES[name]

@@ -18,18 +18,19 @@ OF_RANKS = "-dp"  # in the name of a run, before the number of data-parallel ran
 CHOICES = "choices.safetensors"  # in the folder of that run: the frozen batches with the choices of its routers
 
 
-def noise_runs(precision: str, data_ranks: int = 1) -> tuple[str, ...]:
+def noise_runs(precision: str, data_ranks: int | None = None) -> tuple[str, ...]:
     """Names the oracle runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
 
     The first run uses torch's fused attention kernel. The second run uses the plain formula, except in passes before
     the first update of a rollout; it is only made if a cell differs by the first run. A backend uses one of the two.
-    In half precision there is a second run for each number of ``data_ranks`` of a cell, because rounding depends on the
-    rows whose embeddings a rank adds up (conformance.oracle.primitives.OneLookup).
+    On a CPU there is a second run in half precision for each number of ``data_ranks`` of a cell, because rounding
+    depends on the rows whose embeddings a rank adds up (conformance.oracle.primitives.OneLookup). On a GPU, where it
+    does not, ``data_ranks`` is None.
     """
     tier = next((tier for name, tier in PRECISIONS.items() if name == precision and not tier.is_exact), None)
     if not tier:
         return ()
-    return precision, f"{precision}-plain" + (f"{OF_RANKS}{data_ranks}" if tier.is_half and data_ranks > 1 else "")
+    return precision, f"{precision}-plain" + (f"{OF_RANKS}{data_ranks}" if tier.is_half and data_ranks else "")
 
 
 def parts_of_run(run: str) -> tuple[str, int]:

@@ -176,7 +176,8 @@ class Oracles:
 
     def more_noise(self, cell: Cell, inputs: FrozenInputs, variants: Sequence[Defects] = ()) -> bool:
         """Makes the further noise runs of a cell. Returns whether there are any, and all succeeded."""
-        further = noise_runs(cell.scenario.precision, min(phase.layout.data for phase in cell.phases))[1:]
+        ranks = min(phase.layout.data for phase in cell.phases) if self._device == "cpu" else None
+        further = noise_runs(cell.scenario.precision, ranks)[1:]
         self._start(cell, inputs, further, variants)
         return bool(further) and not self._wait(cell, further, variants)
 

@@ -93,6 +93,15 @@ def test_precision_of_an_oracle_run(run: str, name: str) -> None:
     assert precision_of_run(run) == name
 
 
+def test_only_half_precision_on_a_cpu_has_a_further_noise_run_for_each_number_of_data_ranks() -> None:
+    assert {noise_runs("bf16", ranks)[1] for ranks in (None, 1, 2)} == {
+        "bf16-plain",
+        "bf16-plain-dp1",
+        "bf16-plain-dp2",
+    }
+    assert {noise_runs("fp32", ranks) for ranks in (None, 1, 2)} == {("fp32", "fp32-plain")}
+
+
 def test_unknown_precision_has_no_noise_runs() -> None:
     assert noise_runs("int8") == ()
 
