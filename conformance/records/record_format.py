@@ -229,7 +229,7 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
     return TypeAdapter(_LINE_TYPES[kind])
 
 
-RECORD_SCHEMA = 4
+RECORD_SCHEMA = 5
 RECORD_FILE = "record.jsonl"
 LOOKUPS_KEPT = 16  # the last lookups of tokens of a rank, because those of rollouts come first
 CONTROL = "control.json"  # what the controller adds to the record of a phase: how a control of its loading ended

@@ -85,7 +85,7 @@ STOPPED = r"has no footer: the cell stopped after step .*run it again"
         (lambda content: [line.replace("1.1", "1.2") for line in content], DigestMismatch, "own digest: it was edited"),
         (lambda content: content[:2] + content[3:], DigestMismatch, "own digest: it was edited"),
         (lambda content: [content[0], "no json\n", *content[2:]], DigestMismatch, r"record.jsonl:2 is not JSON"),
-        (_of_schema_99, WrongSchema, r"has schema 99, this version reads 4.*backend-parity 0.1.0"),
+        (_of_schema_99, WrongSchema, r"has schema 99, this version reads 5.*backend-parity 0.1.0"),
         *((lambda _, text=text: [text], RecordError, "does not begin with a header line") for text in NO_HEADER),
     ],
 )
