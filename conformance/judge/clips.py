@@ -6,11 +6,10 @@ its nearest clip (conformance.oracle.loss_terms.Term.clips). Rounding decides ab
 
 * its distance in float64 is within NOISE_FACTOR times the largest error of this quantity at this step, over all tokens
   and the single-process runs in the cell's precision, and
-* the cell's own rows, if it shows them, put it on the other side, or within their own rounding of the clip.
+* the cell's own rows put it on the other side, or within their own rounding of the clip, or the cell shows no rows.
 
-So a cell whose tokens are all on the oracle's side is judged however near they are, and by the single-process runs of
-which this holds. Half precision is not excused at
-all: there tokens are so often on the other side that the single-process runs show what it costs.
+Only single-process runs that decided every token as float64 did make a bound. In half precision no token is excused:
+there, so many are on the other side that the runs show what that costs.
 """
 
 from collections import Counter
@@ -25,53 +24,61 @@ from conformance.judge.tolerance import NOISE_FACTOR, ROUNDING, SCALAR_ROUNDINGS
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.spec.objectives import REFERENCE_KL
-from conformance.spec.observables import CONFIGURATION, Observable, distance_of, stages
+from conformance.spec.observables import CONFIGURATION, CRITIC, Observable, distance_of, stages
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped:
-    """A quantity that a loss clips. ``rows``: those that it is computed of by ``compute``; none if only the oracle has
-    them. ``critic``: whether a critic's loss clips it. ``counted``: whether only a fraction of tokens depends on it."""
+    """A quantity that a loss clips, which ``compute`` makes of ``rows``. ``summed``: over each response. ``critic``:
+    whether the critic's loss clips it. ``counted``: whether only a fraction of tokens depends on it."""
 
-    rows: tuple[str, ...] = ()
+    rows: tuple[str, ...]
     compute: Callable[..., Tensor] = torch.clone
+    summed: bool = False
     critic: bool = False
     counted: bool = False
 
-    def of(self, views: StepViews) -> Tensors:
-        """Returns the quantity of each token, float64 (targets,), by row; none if it cannot be computed."""
-        shown = [views[key].tensors for key in self.rows]
-        if not shown or any(of.keys() != shown[0].keys() for of in shown):
-            return {}
-        columns = {row: [of[row].double() for of in shown] for row in shown[0]}
-        return {row: self.compute(*own) for row, own in columns.items() if len({len(one) for one in own}) == 1}
+    def computed(self, step: StepViews, distances: Tensors) -> Tensors:
+        """Returns the quantity of each token, float64 (targets,), by row, where ``step`` has all that it takes.
 
-    def may_reach(self, stage: str, order: Mapping[str, int]) -> bool:
-        """Whether a stage of the same step may differ because of this quantity."""
-        if self.counted:
-            return stage == "policy metrics"
-        return (
-            stage.startswith("critic") == self.critic
-            and order[stage] >= order["critic loss" if self.critic else "loss"]
-        )
+        ``distances``: of the oracle's tokens to the clip, which are equal for all tokens of a response if it is summed.
+        """
+        found = {}
+        for row, distance in distances.items():
+            columns = [step[key].tensors.get(row, NOTHING).double() for key in self.rows]
+            if any(len(column) != len(distance) for column in columns):
+                continue
+            numbers = self.compute(*columns)
+            if self.summed:
+                _, response = torch.unique_consecutive(distance, return_inverse=True)
+                numbers = torch.zeros_like(numbers).index_add(0, response, numbers)[response]
+            found[row] = numbers
+        return found
 
 
+NOTHING = torch.empty(0)
 CLIPPED: Mapping[str, Clipped] = {
     "ratio": Clipped(rows=("ratio",), compute=torch.log),
     "counted ratio": Clipped(rows=("ratio",), compute=torch.log, counted=True),
     REFERENCE_KL: Clipped(rows=("logprob", "reference.logprob"), compute=torch.sub),
-    "importance": Clipped(),
+    # The sampler's log-probs are frozen.
+    "importance": Clipped(rows=("old_logprob",)),
+    "sequence importance": Clipped(rows=("old_logprob",), summed=True),
     "critic.value": Clipped(rows=("critic.value", "critic.old_value"), compute=torch.sub, critic=True),
-    "critic.value beyond its return": Clipped(
+    "critic.value (unclipped loss)": Clipped(
         rows=("critic.value", "critic.old_value", "return"),
-        compute=lambda value, old, wanted: value + old - 2 * wanted,
+        compute=lambda value, old_value, returned: value + old_value - 2 * returned,
         critic=True,
     ),
     "margin": Clipped(rows=("margin",)),
 }
 INSTEAD = "run the cell in the exact tier"
 Undecided = dict[int, Counter[str]]  # how many tokens rounding decides about, by step and quantity
+
+
+class UndecidedNoise(RecordError):
+    """Every single-process run decided a token otherwise than float64; further runs may not."""
 
 
 def undecided(phases: Sequence[Record], oracle: Record, noise: Sequence[Record], precision: PrecisionName) -> Undecided:
@@ -81,11 +88,11 @@ def undecided(phases: Sequence[Record], oracle: Record, noise: Sequence[Record],
         return found
     steps = {step.step: step for phase in phases for step in phase.steps}
     for number, reference in enumerate(step for step in oracle.steps if step.step in steps):
-        own, right, *runs = (
+        cell_step, oracle_step, *run_steps = (
             StepViews(step.tensors())
             for step in (steps[reference.step], reference, *(run.steps[number] for run in noise))
         )
-        counts = {name: _count(name, own, right, runs) for name in CLIPPED}
+        counts = {name: _count(name, cell_step, oracle_step, run_steps) for name in CLIPPED}
         if any(counts.values()):
             found[reference.step] = Counter({name: count for name, count in counts.items() if count})
     return found
@@ -93,63 +100,72 @@ def undecided(phases: Sequence[Record], oracle: Record, noise: Sequence[Record],
 
 def decided_alike(noise: Sequence[Record], oracle: Record, precision: PrecisionName) -> Sequence[Record]:
     """Returns the single-process runs without those in which rounding decided the other way, which show more than
-    rounding. Raises RecordError if none is left."""
+    rounding. Raises UndecidedNoise if none is left."""
     found = {id(run): undecided([run], oracle, noise, precision) for run in noise}
     alike = [run for run in noise if not found[id(run)]]
     if noise and not alike:
-        raise RecordError(f"{_explained(found[id(noise[0])], precision)}, also in a single process; {INSTEAD}")
+        raise UndecidedNoise(f"{_explained(found[id(noise[0])], precision)}, also in a single process; {INSTEAD}")
     return alike
 
 
-def _count(name: str, own: StepViews, right: StepViews, runs: Sequence[StepViews]) -> int:
-    key, quantity = distance_of(name), CLIPPED[name]
-    distances = right[key].tensors
+def _count(name: str, cell_step: StepViews, oracle_step: StepViews, run_steps: Sequence[StepViews]) -> int:
+    distances, quantity = oracle_step[distance_of(name)].tensors, CLIPPED[name]
     if not any((distance.abs() < torch.inf).any() for distance in distances.values()):
         return 0
-    exact, shown = quantity.of(right), quantity.of(own)
-    # A distance that only the oracle knows errs as its quantity does.
-    pairs = [(quantity.of(run), exact) if exact else (run[key].tensors, distances) for run in runs]
-    error = max(
-        (
-            (run[row] - of_row).abs().nan_to_num(0.0).max().item()
-            for run, reference in pairs
-            for row, of_row in reference.items()
-            if row in run and run[row].shape == of_row.shape and len(of_row)
-        ),
-        default=0.0,
+    exact, shown = quantity.computed(oracle_step, distances), quantity.computed(cell_step, distances)
+    errors = (
+        (run[row] - exact[row]).abs().nan_to_num(0.0).max().item()
+        for run in (quantity.computed(step, distances) for step in run_steps)
+        for row in run.keys() & exact.keys()
+        if len(run[row])
     )
-    count = 0
+    error, count = max(errors, default=0.0), 0
     for row, distance in distances.items():
         rounding = SCALAR_ROUNDINGS * ROUNDING * (1.0 + (exact[row].abs() if row in exact else 0.0))
         is_near = distance.abs() <= torch.as_tensor(rounding).clamp(min=NOISE_FACTOR * error)
-        if row in exact and row in shown and shown[row].shape == distance.shape:
-            of_cell = distance + shown[row] - exact[row]
-            is_near &= (of_cell * distance <= 0) | (of_cell.abs() <= rounding)
+        if row in exact and row in shown:
+            moved = distance + shown[row] - exact[row]
+            is_near &= (moved * distance <= 0) | (moved.abs() <= rounding)
         count += int(is_near.sum())
     return count
 
 
 def check_decided(
-    beyond: Sequence[Measurement], undecided: Undecided, observables: Sequence[Observable], precision: PrecisionName
+    beyond: Sequence[Measurement],
+    found: Undecided,
+    observables: Sequence[Observable],
+    precision: PrecisionName,
+    *,
+    steps_per_rollout: int = 1,
 ) -> None:
     """Raises RecordError if all that is ``beyond`` its bound may follow from tokens that rounding decides about: what
-    depends on them at their step, and all that comes later.
+    depends on them at their step, and what comes later. A critic and its policy affect each other only by the next
+    rollout.
 
     What has a bound of its own, such as a rebuilt number or a replica, is not held against the oracle.
     """
     order = {stage: i for i, stage in enumerate(stages(observables))}
+    of_critic = {o.stage for o in observables if o.key.startswith(CRITIC.prefix)}
+
+    def follows(m: Measurement, step: int, clipped: Clipped) -> bool:
+        of_same_model = (m.stage in of_critic) == clipped.critic
+        if m.step == step:
+            if clipped.counted:
+                return m.stage == "policy metrics"
+            return of_same_model and order[m.stage] >= order["critic loss" if clipped.critic else "loss"]
+        is_reached = of_same_model or step // steps_per_rollout < m.step // steps_per_rollout
+        return step < m.step and not clipped.counted and is_reached
 
     def may_follow(m: Measurement) -> bool:
-        if m.fixed is not None or m.stage == CONFIGURATION.stage:
-            return False
-        moves = any(not CLIPPED[name].counted for step, of in undecided.items() if step < m.step for name in of)
-        return moves or any(CLIPPED[name].may_reach(m.stage, order) for name in undecided.get(m.step, ()))
+        is_held_against_oracle = m.fixed is None and m.stage != CONFIGURATION.stage
+        causes = ((step, CLIPPED[name]) for step, counts in found.items() for name in counts)
+        return is_held_against_oracle and any(follows(m, *cause) for cause in causes)
 
-    if undecided and beyond and all(map(may_follow, beyond)):
-        raise RecordError(f"{_explained(undecided, precision)}, and what differs may follow from that; {INSTEAD}")
+    if found and beyond and all(map(may_follow, beyond)):
+        raise RecordError(f"{_explained(found, precision)}, and what differs may follow from that; {INSTEAD}")
 
 
-def _explained(undecided: Undecided, precision: PrecisionName) -> str:
-    first = min(undecided)
-    counts = ", ".join(f"{count} of {name}" for name, count in undecided[first].items())
+def _explained(found: Undecided, precision: PrecisionName) -> str:
+    first = min(found)
+    counts = ", ".join(f"{count} of {name}" for name, count in found[first].items())
     return f"at step {first}, numbers are so near to a clip that {precision} rounds them to either side ({counts})"

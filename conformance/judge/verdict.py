@@ -13,11 +13,12 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from conformance.judge.clips import check_decided, decided_alike, undecided
+from conformance.judge.clips import UndecidedNoise, check_decided, decided_alike, undecided
 from conformance.judge.diagnosis import (
     Facts,
     backward_place,
@@ -129,9 +130,10 @@ def judge_folders(
     try:
         records = read_records(cell, phases, oracle, defects=defects)
         by = partial(judge, records.phases, oracle=records.oracle, batches=records.batches, unjudged=unjudged)
-        verdict = by(noise=records.noise[:1])
-        if verdict.state != "differs" or len(records.noise) < 2:
-            return verdict
+        with suppress(UndecidedNoise) if len(records.noise) > 1 else nullcontext():
+            verdict = by(noise=records.noise[:1])
+            if verdict.state != "differs" or len(records.noise) < 2:
+                return verdict
         return by(noise=records.noise)
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))
@@ -203,7 +205,9 @@ def judge(
     facts = facts_of_steps(phases, oracle, scenario, observables)
     beyond = [m for m in found if m.error > bounds[m.key]]
     if beyond and made == len(noise_runs(precision)):
-        check_decided(beyond, undecided(phases, oracle, noise, precision), observables, precision)
+        each = getattr(scenario.objective, "steps_per_rollout", 1)
+        near = undecided(phases, oracle, noise, precision)
+        check_decided(beyond, near, observables, precision, steps_per_rollout=each)
     quantities = without_bare_factors([_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found])
     strips = tuple(m.strip for m in found if m.strip)
     author = second_class_of(oracle)

@@ -281,13 +281,13 @@ def value_losses(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: floa
 def to_clips_of_value(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: float) -> dict[str, Tensor]:
     """Returns how far values are from where the gradient of their loss jumps.
 
-    A value that leaves the range towards its return loses its gradient. Beyond the return it gets one again, where it
-    is further from its return than the clipped value: at 2 return - old value -+ cliprange.
+    A value that leaves the range towards its return loses its gradient. Beyond the return it gets one again, where the
+    unclipped loss becomes the larger one: at 2 return - old value -+ cliprange.
     """
     low, high = old - cliprange, old + cliprange
     leaves = to_nearest(values, (low, wanted < values), (high, wanted > values))
     again = to_nearest(values, (2 * wanted - low, wanted < low), (2 * wanted - high, wanted > high))
-    return {"critic.value": leaves, "critic.value beyond its return": again}
+    return {"critic.value": leaves, "critic.value (unclipped loss)": again}
 
 
 def importance(old: Tensor, sampled: Tensor, objective: PolicyGradient) -> Tensor:

@@ -196,9 +196,10 @@ class ResponseFunctions:
             clips["counted ratio"] = to_nearest(ratio.log(), *bounds_of_log_ratio(o))
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)
-            if o.rollout_is_mask:  # a weight that is only bounded does not jump
+            if o.rollout_is_mask and o.recompute_old_logprobs:  # others are 1, or bend at the threshold
+                name = "importance" if o.rollout_is == "token" else "sequence importance"
                 sampled = of_targets(document, "rollout_logprob", stable)
-                clips["importance"] = log_weight(old, sampled, o) - math.log(o.rollout_is_threshold)
+                clips[name] = log_weight(old, sampled, o) - math.log(o.rollout_is_threshold)
         mean = self.weight(len(losses), totals)
         weight, of_entropy = (_given(document, f"{name}_weight", mean) for name in ("token", "entropy"))
         rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage}

@@ -199,8 +199,8 @@ class CellRunner:
         return self._oracles.wait(cell, *self._expectations.of(cell).defects)
 
     def _judge(self, cell: Cell, records: Sequence[Path], inputs: FrozenInputs) -> Verdict:
-        """Judges the records. If they differ with the noise of one run, makes the further noise runs and judges
-        again."""
+        """Judges the records. If they differ with the noise of one run, or cannot be judged because rounding decided
+        otherwise in it (conformance.judge.clips), makes the further noise runs and judges again."""
         expected = self._expectations.of(cell)
 
         def oracle_with(defects: Defects) -> Path | None:
@@ -214,7 +214,7 @@ class CellRunner:
         }
         verdict = self._judged_by_oracles(cell, records, **options)
         # Also for cells with planted faults: the bounds of all other cells have to find the faults.
-        if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, expected.defects):
+        if verdict.state in ("differs", "infrastructure") and self._oracles.more_noise(cell, inputs, expected.defects):
             verdict = self._judged_by_oracles(cell, records, **options)
         if verdict.state == "differs" and expected.unnamed:
             return replace(verdict, reason=f"{verdict.reason}; {expected.unnamed}")
