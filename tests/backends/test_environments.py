@@ -370,7 +370,7 @@ def test_an_adapter_is_asked_in_a_process_that_has_nothing_of_this_one(
     """This process may have started CUDA, which does not survive a fork."""
     (tmp_path / "tells.py").write_text(TELLS_ITS_PROCESS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry, "FORKED", True)
+    monkeypatch.setattr(registry, "FORKED", True, raising=False)
     asked = adapter_of(find_backend("tells:Tells"))
     assert asked.supports(SCENARIO, Layout(pp=2)) == Unsupported("another process")
 
