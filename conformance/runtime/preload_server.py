@@ -354,9 +354,11 @@ def _import_shared(preload: Sequence[str]) -> None:
 
 def _import(modules: Sequence[str]) -> None:
     """Imports modules for all later forkservers, which share the memory until they write to it."""
+    gc.disable()  # it took a fifth of the imports' time, and what they make stays
     for module in modules:
         with contextlib.suppress(Exception):
             import_module(module)
+    gc.enable()
     gc.collect()
     gc.freeze()
 
