@@ -173,7 +173,9 @@ def test_lookups_are_observed_where_ranks_share_sequences(shares: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_that_layers_multiply_first_are_grouped(dtype: torch.dtype) -> None:
     """Lookups beside those that enter the layers show which tokens the layers get, and later lookups show nothing."""
-    weight, own = torch.rand(60, 32).to(dtype), torch.tensor([[3, 5, 59, 3], [1, 3, 5, 2]])
+    # Numbers of one seed: of random rows in bf16, two of five tokens are taken for equal in one case of twenty.
+    weight = torch.rand(60, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    own = torch.tensor([[3, 5, 59, 3], [1, 3, 5, 2]])
     with (watch := Watch(embedding=Embedding(rows=60, columns=32, tp=1))).step():
         weight[own + 0]
         weight[torch.arange(8)]
