@@ -12,8 +12,8 @@ first barrier of a process group).
 
 NCCL refuses two ranks of a communicator on one GPU of a host ("Duplicate GPU detected" in src/init.cc of NVIDIA/nccl).
 It takes ``NCCL_HOSTID`` as the name of the host (getHostHash in src/misc/utils.cc), so ranks that share GPUs get a host
-name for each round of shares. NCCL then sends data between rounds over its network, and within a round, whose ranks are
-on different GPUs, as between GPUs of a host.
+name for each round of shares. It names a GPU, too, so that no two hosts have the same. NCCL then sends data between
+rounds over its network, and within a round, whose ranks are on different GPUs, as between GPUs of a host.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ def slots_of(block: Block) -> tuple[Slot, ...]:
     """Returns for each rank the index of its GPU among those of ``visible_to``, and its host name for NCCL."""
     gpus = gpus_of(block)
     is_shared = len(gpus) < len(block)
-    hosts = [f"round-{slot.rpartition('#')[2]}" if is_shared else "" for slot in block]
+    hosts = [f"{gpus[0]}#{slot.rpartition('#')[2]}" if is_shared else "" for slot in block]
     return tuple(Slot(gpu=gpus.index(gpu_of(slot)), host=host) for slot, host in zip(block, hosts, strict=True))
 
 

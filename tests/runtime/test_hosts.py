@@ -174,7 +174,7 @@ def test_ranks_of_a_host_that_share_a_gpu_are_told_so(tmp_path: Path) -> None:
             run = Runner(pool, tmp_path)
             assert results(run("slot", size=2)) == [["GPU-a,GPU-b", own, ""] for own in ("0", "1")]
             assert results(run("slot", size=3)) == [
-                ["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#0"), ("1", "GPU-b#0"), ("0", "GPU-a#1"))
+                ["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#0"), ("1", "GPU-a#0"), ("0", "GPU-a#1"))
             ]
 
 

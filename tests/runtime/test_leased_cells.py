@@ -251,8 +251,8 @@ def test_ranks_that_share_a_gpu_see_it_once_and_have_a_host_each(tmp_path: Path)
     """A GPU with two shares: a task of two ranks gets both, and two tasks of one rank run side by side."""
     with on_shares(shares_of(GPUS[:1], 2), tmp_path) as pool:
         assert results(run(pool, "slot", tmp_path, size=2)) == [
-            ["GPU-a", "0", "round-0"],
-            ["GPU-a", "0", "round-1"],
+            ["GPU-a", "0", "GPU-a#0"],
+            ["GPU-a", "0", "GPU-a#1"],
         ]
         folder = str(tmp_path / "met")
         with ThreadPoolExecutor(2) as threads:
@@ -265,7 +265,7 @@ def test_ranks_that_have_a_gpu_each_are_told_as_ever_though_others_share_it(tmp_
     with on_shares(("GPU-a#1", "GPU-b#0", "GPU-a#0"), tmp_path) as pool:
         assert results(run(pool, "slot", tmp_path, size=2)) == [["GPU-a,GPU-b", own, ""] for own in ("0", "1")]
         found = results(run(pool, "slot", tmp_path, size=3))
-    assert found == [["GPU-a,GPU-b", own, host] for own, host in (("0", "round-1"), ("1", "round-0"), ("0", "round-0"))]
+    assert found == [["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#1"), ("1", "GPU-a#0"), ("0", "GPU-a#0"))]
 
 
 def test_too_few_places_say_how_ranks_would_have_one(tmp_path: Path) -> None:

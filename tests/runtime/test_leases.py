@@ -97,10 +97,10 @@ def test_what_is_no_share_is_a_place_of_its_own(slot: str) -> None:
     [
         (("GPU-a", "GPU-b"), "GPU-a,GPU-b", (0, 1), ("", "")),
         (("GPU-a#0", "GPU-b#0"), "GPU-a,GPU-b", (0, 1), ("", "")),  # each has its own, as if nothing was shared
-        (("GPU-a#0", "GPU-a#1"), "GPU-a", (0, 0), ("round-0", "round-1")),
+        (("GPU-a#0", "GPU-a#1"), "GPU-a", (0, 0), ("GPU-a#0", "GPU-a#1")),
         (("GPU-a#1", "GPU-b#0"), "GPU-a,GPU-b", (0, 1), ("", "")),
-        (("GPU-b#1", "GPU-a#0", "GPU-b#0"), "GPU-b,GPU-a", (0, 1, 0), ("round-1", "round-0", "round-0")),
-        (("GPU-a#0", "GPU-b#0", "GPU-a#1"), "GPU-a,GPU-b", (0, 1, 0), ("round-0", "round-0", "round-1")),
+        (("GPU-b#1", "GPU-a#0", "GPU-b#0"), "GPU-b,GPU-a", (0, 1, 0), ("GPU-b#1", "GPU-b#0", "GPU-b#0")),
+        (("GPU-a#0", "GPU-b#0", "GPU-a#1"), "GPU-a,GPU-b", (0, 1, 0), ("GPU-a#0", "GPU-a#0", "GPU-a#1")),
     ],
 )
 def test_a_rank_is_told_which_of_the_gpus_that_it_sees_is_its_own(
@@ -110,6 +110,11 @@ def test_a_rank_is_told_which_of_the_gpus_that_it_sees_is_its_own(
     assert visible_to(block) == {"CUDA_VISIBLE_DEVICES": visible}
     assert slots_of(block) == tuple(Slot(gpu=gpu, host=host) for gpu, host in zip(gpus, hosts, strict=True))
     assert len({(slot.gpu, slot.host) for slot in slots_of(block)}) == len(block)
+
+
+def test_ranks_of_two_hosts_that_share_gpus_have_no_host_name_in_common() -> None:
+    here, there = (slots_of((f"{gpu}#0", f"{gpu}#1")) for gpu in ("GPU-a", "GPU-b"))
+    assert not {slot.host for slot in here} & {slot.host for slot in there}
 
 
 def test_network_of_shared_gpu_defaults_to_loopback() -> None:
