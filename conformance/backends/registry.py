@@ -16,6 +16,7 @@ The environment needs this version of backend-parity (``pip install --no-deps``)
 import contextlib
 import os
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
 LIMIT_S = 300.0  # seconds for an answer; for the first one, seconds in which the imports neither compute nor read
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
+MOST_PROCESSES = 8  # of adapters, the last ones that were asked; each keeps some 50 MB
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
 
 
@@ -221,18 +223,14 @@ class SubprocessAdapter:
         the adapter cannot be imported.
         """
         self._what = f"--python {name}={python}: " if python else ""
-        self._asking = threading.Lock()
+        self._name, self._python = name, python
+        self._asking, self._rests = threading.Lock(), False
+        self.asked = time.monotonic()
         self._latest: tuple[Scenario, Any] | None = None
-        self._process: EnvironmentProcess
-        if begun := _begun.pop(name, None) if not python else None:
-            self._process = begun
-        elif python:
-            self._process = EnvironmentProcess(self._what[:-2], python, __name__, name, limit_s=LIMIT_S)
-        else:
-            self._process = forked_process(name)
+        self._process = begun if (begun := _begun.pop(name, None) if not python else None) else self._started()
         hello, needs = self._process.hello, NEEDS.format(conformance.__version__)
         if "message" in hello:
-            self._process.end()
+            self.end()
             raise self._error(hello)
         self.entry = BackendEntry(name=hello["name"], target=hello["target"], python=python)
         try:
@@ -240,6 +238,11 @@ class SubprocessAdapter:
         except ValidationError as error:
             raise UsageError(f"{self._what}the environment has another suite ({one_line(error)}); it {needs}") from None
         self.version: str = hello["python"]
+
+    def _started(self) -> EnvironmentProcess:
+        if not self._python:
+            return forked_process(self._name)
+        return EnvironmentProcess(self._what[:-2], self._python, __name__, self._name, limit_s=LIMIT_S)
 
     def supports(self, scenario: Scenario, layout: Layout) -> Support:
         return self._answer("supports", scenario, layout)
@@ -267,8 +270,15 @@ class SubprocessAdapter:
             raise AskFailed(f"{self._what}host_bytes() returned {answer!r}")
         return answer
 
+    def rest(self) -> None:
+        """Ends the process, unless it is being asked. The next question starts another one."""
+        if not self._rests and self._asking.acquire(blocking=False):
+            self._rests = True
+            self.end()
+            self._asking.release()
+
     def end(self) -> None:
-        """Ends the process; nothing can be asked afterwards."""
+        """Ends the process."""
         self._process.end()
 
     def _answer(self, method: str, scenario: Scenario, *layouts: Layout) -> Support:
@@ -285,6 +295,11 @@ class SubprocessAdapter:
             if self._latest is None or self._latest[0] is not scenario:
                 self._latest = scenario, scenario_to_json(scenario)
             query = {"method": method, "scenario": self._latest[1], "layouts": [str(one) for one in layouts]}
+            self.asked = time.monotonic()
+            if self._rests:
+                self._process, self._rests = self._started(), False
+                if "message" in self._process.hello:
+                    raise self._error(self._process.hello)
             answer = self._process.ask(query | {"folder": str(Path.cwd())})
         if "message" in answer:
             raise self._error(answer)
@@ -320,6 +335,8 @@ def adapter_of(entry: BackendEntry) -> Adapter:
     key = entry.target, entry.python
     if key not in _there:
         _there[key] = SubprocessAdapter(_own_name(entry), entry.python)
+    for other in sorted({*_there.values()} - {_there[key]}, key=lambda one: -one.asked)[MOST_PROCESSES - 1 :]:
+        other.rest()
     return _there[key]
 
 

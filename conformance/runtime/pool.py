@@ -25,6 +25,7 @@ from conformance.runtime.watchdog import SLOW
 from conformance.runtime.worker_groups import WorkerGroupConfig
 
 MOST_GROUPS = 3  # live worker groups on one block of slots; many blocks have some
+MOST_GROUPS_HERE = 8  # without slots; an idle rank keeps 40 to 60 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Pool:
         """``work_dir``: for logs of forkservers, if there are no slots."""
         self._slots = slots
         self._forkservers = Forkservers(work_dir)
-        self._own = Lane(self._forkservers)
+        self._own = Lane(self._forkservers, most=MOST_GROUPS_HERE)
         self._lanes: dict[Block, _Threaded] = {}
         self._warm: dict[tuple[str, WorkerGroupConfig], set[Block]] = {}  # blocks with a worker group
         self._making = threading.Lock()

@@ -22,7 +22,14 @@ from plain_profile import write_profile
 from conformance.backends import query_process, registry
 from conformance.backends.protocol import BackendInfo, BrokenBackend, Supported, Unsupported
 from conformance.backends.query_process import EnvironmentProcess
-from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_of, find_backend, versions_of
+from conformance.backends.registry import (
+    AskFailed,
+    InProcessAdapter,
+    SubprocessAdapter,
+    adapter_of,
+    find_backend,
+    versions_of,
+)
 from conformance.cli import main as cli
 from conformance.core.environments import OF_RANKS
 from conformance.core.errors import UsageError
@@ -373,6 +380,20 @@ def test_an_adapter_is_asked_in_a_process_that_has_nothing_of_this_one(
     monkeypatch.setattr(registry, "FORKED", True, raising=False)
     asked = adapter_of(find_backend("tells:Tells"))
     assert asked.supports(SCENARIO, Layout(pp=2)) == Unsupported("another process")
+
+
+def test_adapters_that_were_asked_long_ago_keep_no_process_and_answer_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_there", {})
+    monkeypatch.setattr(registry, "MOST_PROCESSES", 1)
+    names = ("plain_backend:Plain", "plain_variants:Picky")
+    first, second = (adapter_of(find_backend(name)) for name in names)
+    assert isinstance(first, SubprocessAdapter)
+    assert isinstance(second, SubprocessAdapter)
+    assert process_state(first._process.process.pid) in ("", "Z")
+    assert first.supports(SCENARIO, Layout(dp=1)) == second.supports(SCENARIO, Layout(dp=1)) == Supported()
+    assert adapter_of(find_backend(names[0])) is first
+    assert process_state(second._process.process.pid) in ("", "Z")
+    assert process_state(first._process.process.pid) not in ("", "Z")
 
 
 FAILS = """
