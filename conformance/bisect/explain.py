@@ -1,7 +1,7 @@
 """Describes the result of a bisection in words, for the terminal and all reports. Does not import torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from conformance.core.errors import first_few
@@ -17,6 +17,7 @@ from conformance.results.bisection import (
     First,
     Issued,
 )
+from conformance.results.trust import CheckedCell
 from conformance.results.verdict import size_off
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
@@ -60,6 +61,11 @@ def describe(bisection: Bisection) -> Explanation:
     facts += [(one.model, "all that was compared is right") for one in rest if one.is_right and not main.is_right]
     of = "" if main.model == POLICY else f" of the {main.model}"
     return Explanation(answer=f"step {bisection.step}: {answer_of(main, bisection.stage, of=of)}", facts=tuple(facts))
+
+
+def answers(cells: Iterable[CheckedCell]) -> list[str]:
+    """Returns a line for each cell of a run that has been bisected."""
+    return [f"bisect {one.entry.cell}: {describe(one.bisection).answer}" for one in cells if one.bisection]
 
 
 def facts_of(found: Bisected, stage: str, allowed: str = ALLOWED) -> list[tuple[str, str]]:

@@ -15,13 +15,12 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from conformance.backends.registry import adapter_of
-from conformance.bisect.explain import describe
 from conformance.core.errors import UsageError, first_few, one_line
 from conformance.core.host import resolve
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
 from conformance.models.synthetic import is_sketched
-from conformance.records.record_format import read_lines
+from conformance.records.record_format import RecordError, read_lines
 from conformance.results.bisection import (
     OUTSIDE,
     Bisected,
@@ -223,8 +222,7 @@ def any_differs(out: Path) -> bool:
 def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], None]) -> None:
     """Bisects the first differing cell of each group of a finished run, and writes ``bisect.json`` next to its verdict.
 
-    Cells that an earlier run has bisected are left out.
-    ``say`` receives a line for each.
+    Cells that an earlier run has bisected are left out. ``say`` receives a line for each that was not bisected.
     """
     states = _states(session.config.out)
     of_state = {state: [cell for cell in cells if states.get(str(cell)) == state] for state in ("differs", "conforms")}
@@ -236,15 +234,19 @@ def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], 
     ]
     for cell in chosen[:MOST]:
         conforming = [other for other in of_state["conforms"] if _group(other) == _group(exact_twin(cell))]
-        answer = _bisect(session, cell, findings[cell][0], _most_similar(session, cell, conforming))
+        why_not = _bisect(session, cell, findings[cell][0], _most_similar(session, cell, conforming))
         session.check()
-        say(f"bisect {cell}: {answer}")
+        if why_not:
+            say(f"bisect {cell}: not bisected: {why_not}")
     if len(chosen) > MOST:
         say(f"{len(chosen) - MOST} more groups differ and were not bisected; parity bisect CELL does it")
 
 
 def _known(session: Session, cell: Cell) -> bool:
-    found = read_bisection(session.folder(cell), cell=str(cell), records=_records(session, cell))
+    try:
+        found = read_bisection(session.folder(cell), cell=str(cell), records=_records(session, cell))
+    except RecordError:  # told when the cell is bisected
+        return False
     return found is not None and bool(found.models)
 
 
@@ -253,14 +255,14 @@ def _findings(session: Session, cell: Cell) -> tuple[Quantity, ...]:
 
 
 def _bisect(session: Session, cell: Cell, finding: Quantity, conforming: Cell | None) -> str:
-    """Bisects one cell; returns the line for the terminal."""
+    """Bisects one cell, and writes the result. Returns why it could not be bisected, or an empty text."""
     try:
         found = bisect_judged(session, cell, finding, conforming)
         session.check()
         write_bisection(session.folder(cell), found)
     except Exception as error:  # a failed bisection must not spoil the run and its verdicts
-        return f"not bisected: {type(error).__name__}: {one_line(error)}"
-    return describe(found).answer
+        return f"{type(error).__name__}: {one_line(error)}"
+    return ""
 
 
 def _states(out: Path) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from conformance.bisect.explain import describe
+from conformance.bisect.explain import answers
 from conformance.cli import EXIT
 from conformance.core import packages
 from conformance.core.errors import UsageError, visible
@@ -192,8 +192,7 @@ def finish(out: Path, *, as_json: bool) -> int:
     if as_json:
         print(dumps(summary))
     else:
-        found = [f"bisect {cell.entry.cell}: {describe(cell.bisection).answer}" for cell in cells if cell.bisection]
-        print_summary(summary["verdict"], [*summary_lines(summary), *found, *lines])
+        print_summary(summary["verdict"], [*summary_lines(summary), *answers(cells), *lines])
     if advice := run.how_to_end(out):
         print(f"parity: {advice}", file=sys.stderr)
     return EXIT[summary["verdict"]]

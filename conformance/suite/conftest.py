@@ -22,7 +22,7 @@ from conformance.runner.session import Session
 from conformance.runtime.gpu_leases import unleased_use
 from conformance.runtime.multihost.controller import hosts_of_engine
 from conformance.suite.plugin import (
-    BISECTED,
+    NOT_BISECTED,
     OUT,
     USAGE,
     check_of,
@@ -167,7 +167,7 @@ def parity_session(pytestconfig: pytest.Config) -> Iterator[Session]:
         out = on_hosts.config.out
         merge(out, compare=False)
         if may_bisect(pytestconfig) and any_differs(out):  # while there are hosts
-            lines = pytestconfig.stash.setdefault(BISECTED, [])
+            lines = pytestconfig.stash.setdefault(NOT_BISECTED, [])
             bisect_run(on_hosts, pytestconfig.stash[PLAN_KEY].cells, say=lines.append)
         _end_on_hosts(pytestconfig)
         return

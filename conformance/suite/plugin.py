@@ -25,7 +25,7 @@ RESOURCES = pytest.StashKey[dict[str, float | None]]()  # fields of a conformanc
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
 STOP = pytest.StashKey[Stop]()  # the handler of signals
 LINES = pytest.StashKey[list[str]]()
-BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that was bisected
+NOT_BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that could not be bisected
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,11 +117,13 @@ def write_results(session: pytest.Session) -> None:
     summary = merge(out, compare=not stopped_by)
     if may_bisect(config) and not is_on_hosts(config):
         bisect(config, out)
+    from conformance.bisect.explain import answers
     from conformance.core.errors import UsageError
     from conformance.core.io import Unwritable
     from conformance.core.packages import write_reports
     from conformance.results.output_folders import slim
     from conformance.results.requirements import summary_lines
+    from conformance.results.trust import read_cells
     from conformance.results.verdict import PASSES
 
     try:
@@ -131,7 +133,8 @@ def write_results(session: pytest.Session) -> None:
     except (UsageError, Unwritable) as error:
         reports = [f"no report: {error}"]
     by = [f"stopped by {signal.Signals(stopped_by).name}"] if stopped_by else []
-    config.stash[LINES] = [*by, *summary_lines(summary), *config.stash.get(BISECTED, []), *reports]
+    bisected = [*answers(read_cells(out)[1]), *config.stash.get(NOT_BISECTED, [])]
+    config.stash[LINES] = [*by, *summary_lines(summary), *bisected, *reports]
     if session.exitstatus == pytest.ExitCode.OK and summary["verdict"] not in PASSES:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if STOP in config.stash and not stopped_by:
@@ -174,7 +177,7 @@ def bisect(config: pytest.Config, out: Path) -> None:
     from conformance.runner.preflight import leased_gpus
     from conformance.runner.session import Session
 
-    where, lines = ranks(config), config.stash.setdefault(BISECTED, [])
+    where, lines = ranks(config), config.stash.setdefault(NOT_BISECTED, [])
     plan = make_plan(selection(config), demands(config), portion(config), ranks=where)
     config_of_all = SessionConfig(
         out=out,

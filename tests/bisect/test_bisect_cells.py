@@ -53,7 +53,7 @@ def test_cells_without_findings_are_left_out(tmp_path: Path, monkeypatch: pytest
 
     def answer(_: Session, cell: Cell, *__: object) -> str:
         bisected.append(cell)
-        return "an answer"
+        return "a reason"
 
     entries = [
         write_cell(
@@ -73,7 +73,7 @@ def test_cells_without_findings_are_left_out(tmp_path: Path, monkeypatch: pytest
     with own:
         bisect_run(own, [stale, wrong], say=said.append)
     assert bisected == [wrong]
-    assert said == [f"not bisected: {stale}: {NO_FINDING}", f"bisect {wrong}: an answer"]
+    assert said == [f"not bisected: {stale}: {NO_FINDING}", f"bisect {wrong}: not bisected: a reason"]
 
 
 def test_bisecting_needs_one_cell(capsys: pytest.CaptureFixture[str]) -> None:
