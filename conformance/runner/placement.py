@@ -108,8 +108,8 @@ class Where:
 
     @property
     def oracles(self) -> int:
-        """Returns how many oracle runs may use GPUs at once: one on each, or in a quarter of its shares."""
-        return max(len(gpus_of(self._gpus)), len(self._gpus) // 4, 1)
+        """Returns how many oracle runs may use GPUs at once: one on each, or in a third of its shares."""
+        return max(len(gpus_of(self._gpus)), len(self._gpus) // 3, 1)
 
     @property
     def is_packed(self) -> bool:

@@ -49,7 +49,7 @@ from conformance.runner.resource_estimate import (
 from conformance.runtime import Device
 from conformance.runtime.failure import StartError
 from conformance.runtime.gpu_inventory import gpus_of_host, memory_of_gpus, more_shares, shares_of
-from conformance.runtime.leased_slots import ROOM, lanes_of_host
+from conformance.runtime.leased_slots import ROOM, lanes_of_host, processors_of_host
 from conformance.runtime.multihost.controller import Fleet
 from conformance.runtime.multihost.relay import JoinedHost
 from conformance.runtime.worker_groups import check_host
@@ -86,12 +86,12 @@ def leased_gpus(ranks: Ranks, *, cells: Sequence[Cell] = (), workers: int = 1) -
     fitting = _cells_on_a_gpu(cells, gpus, each) if workers != 1 and cells else 1
     if workers > fitting:
         logger.warning("the memory of a GPU suffices for %d cells at once, not for %d", fitting, workers)
-    # Processes take turns on a GPU, so more ranks are slower (docs/measurements/speed.md).
-    ranks_at_once = min(lanes_of_host(), int(available_memory() / ON_GPU))
-    at_once = min(workers or max(1, ranks_at_once // (each * max(1, len(gpus)))), fitting)
-    # Noise runs lease shares as well, and would take those of cells; but all shares fit into the memory.
+    # Tiny kernels are bound by what starts them: a processor for each rank and for the noise run of each cell, which
+    # leases a share as well; more of them only take turns (docs/measurements/speed.md). All shares fit into the memory.
+    processes = min(processors_of_host(), int(available_memory() / ON_GPU)) // max(1, len(gpus))
+    at_once = min(workers or max(1, processes // (each + 1)), fitting)
     has_noise = at_once > 1 and any(noise_runs(cell.scenario.precision) for cell in cells)
-    return shares_of(gpus, each * at_once + (min(at_once // 2, each * (fitting - at_once)) if has_noise else 0))
+    return shares_of(gpus, each * at_once + (min(at_once, each * (fitting - at_once)) if has_noise else 0))
 
 
 MOST_ON_A_GPU = 16  # ranks at once; each has a context, and so has each idle rank

@@ -234,9 +234,14 @@ class Gpus(LeasedSlots):
 PROCESSORS_PER_LANE = 2  # a cell of two ranks, which wait for each other, the oracle and the judge
 
 
+def processors_of_host() -> int:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def lanes_of_host() -> int:
     """Returns the number of cells, or of oracle runs, that this host's processors run at once."""
-    return max(1, len(os.sched_getaffinity(0)) // PROCESSORS_PER_LANE)
+    return max(1, processors_of_host() // PROCESSORS_PER_LANE)
 
 
 class Lanes(LeasedSlots):

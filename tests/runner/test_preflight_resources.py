@@ -20,6 +20,7 @@ from conformance.matrix.profile import select_cells
 from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
 from conformance.runner import preflight
+from conformance.runner.placement import SessionConfig, Where
 from conformance.runner.preflight import DOUBT, advice, check_resources, needs_of
 from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
 from conformance.runtime.multihost.relay import JoinedHost
@@ -129,11 +130,11 @@ def joined(host: str, slots: int, resources: HostResources = PLENTY) -> JoinedHo
 @pytest.mark.parametrize(
     ("memory", "of_host", "each", "workers", "slots", "warns"),
     [
-        (140e9, 1e12, 2, 0, 8, False),  # by sixteen processors
+        (140e9, 1e12, 2, 0, 10, False),  # by sixteen processors: two ranks and an oracle a cell
         (140e9, 1e12, 1, 0, 8, False),
         (12e9, 1e12, 2, 0, 4, False),  # by memory: two cells of two ranks
         (12e9, 1e12, 2, 9, 4, True),
-        (140e9, 20e9, 2, 0, 6, False),  # by the host's memory
+        (140e9, 20e9, 2, 0, 4, False),  # by the host's memory: six processes
         (140e9, 1e12, 2, 1, 2, False),  # alone
         (140e9, 1e12, 1, 1, 1, False),
     ],
@@ -151,13 +152,24 @@ def test_small_cells_share_a_gpu_by_processors_and_memory(
 ) -> None:
     monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
     monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(memory))})
-    monkeypatch.setattr(preflight, "lanes_of_host", lambda: 8)
+    monkeypatch.setattr(preflight, "processors_of_host", lambda: 16)
     monkeypatch.setattr(preflight, "available_memory", lambda: int(of_host))
     ranks = Ranks(device="cuda", ranks_per_gpu=each)
     assert len(preflight.leased_gpus(ranks, cells=[cell()], workers=workers)) == slots
     assert [record.getMessage() for record in caplog.records] == (
         ["the memory of a GPU suffices for 2 cells at once, not for 9"] if warns else []
     )
+
+
+def test_noise_runs_lease_a_share_beside_each_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
+    monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(140e9))})
+    monkeypatch.setattr(preflight, "processors_of_host", lambda: 16)
+    monkeypatch.setattr(preflight, "available_memory", lambda: int(1e12))
+    ranks = Ranks(device="cuda", ranks_per_gpu=2)
+    shares = preflight.leased_gpus(ranks, cells=[cell(), cell(precision="bf16")], workers=0)
+    assert len(shares) == 5 * 2 + 5
+    assert Where(SessionConfig(out=tmp_path, gpus=shares, ranks_per_gpu=2)).oracles == 5
 
 
 @pytest.mark.parametrize(("memory", "each", "slots"), [(300e9, 1, 4), (150e9, 1, 2), (80e9, 1, 1), (300e9, 2, 4)])
@@ -167,7 +179,7 @@ def test_large_cells_share_a_gpu_by_the_largest(
     """68 GB of a rank in the exact tier, with a context; at most four ranks."""
     monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
     monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(memory))})
-    monkeypatch.setattr(preflight, "lanes_of_host", lambda: 8)
+    monkeypatch.setattr(preflight, "processors_of_host", lambda: 16)
     monkeypatch.setattr(preflight, "available_memory", lambda: int(1e12))
     ranks = Ranks(device="cuda", ranks_per_gpu=each)
     cells = select_cells(Selection(profile="real-size", cells=("grpo-real/*/fsdp2/dp2/*",)))
