@@ -24,6 +24,7 @@ from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
 from conformance.matrix.profile import profile_names, profile_of
 from conformance.models.synthetic import is_without_weights
+from conformance.numerics.determinism import one_thread
 from conformance.results.verdict import STATES, State
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import GB, advice, check_shared, needs_of
@@ -168,11 +169,10 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
+@one_thread()
 def _rates() -> dict[PrecisionName, float]:
     """Measures the operations per second of one processor now, in matrix products of each precision's master dtype."""
     rates: dict[FloatFormat, float] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for number_format in dict.fromkeys(tier.master for tier in PRECISIONS.values()):
         a = torch.ones(_SIDE, _SIDE, dtype=number_format.dtype)
         torch.mm(a, a)
@@ -180,7 +180,6 @@ def _rates() -> dict[PrecisionName, float]:
         for _ in range(_TIMES):
             torch.mm(a, a)
         rates[number_format] = _TIMES * 2 * _SIDE**3 / (time.perf_counter() - began)
-    torch.set_num_threads(threads)
     return {name: rates[tier.master] for name, tier in PRECISIONS.items()}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from conformance.core.errors import UsageError
 from conformance.judge.expected_differences import explained, judge_cell, planted_in
+from conformance.numerics.determinism import one_thread
 from conformance.records.record_format import RecordError, read_lines
 from conformance.results.run_results import Attempt, Entry, cell_summary, inside, read_run, write_entry, write_summary
 from conformance.results.verdict import ANSWERED, NO_FAULT, STATES, Verdict
@@ -53,6 +54,7 @@ def combine(reused: Attempt, fresh: Attempt, *, leased: bool) -> tuple[Attempt, 
 GONE = Verdict(state="infrastructure", reason="the cell was judged, but its record is gone; run it again")
 
 
+@one_thread()
 def rejudge(out: Path) -> int:
     """Judges every record below ``out`` again and writes verdicts and summary anew.
 

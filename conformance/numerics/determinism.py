@@ -58,6 +58,20 @@ def without_modes(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Computes with one thread inside of the block, in this thread and in those that it starts.
+
+    Judges read many small tensors. OpenMP's other threads, which MKL uses too, would spin between two of them.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # ranks begin with it (conformance.runtime.preload_server)
 
 

@@ -151,11 +151,9 @@ class AtOnce:
     """Runs cells in threads. width: the number of concurrent cells; with 1, the caller's thread runs them."""
 
     def __init__(self, width: int) -> None:
-        self._processors = torch.get_num_threads()
         self._threads: ThreadPoolExecutor | None = None
         if width > 1:
-            # Each thread judges with one processor: with more, judges would wait for each other. torch has one such
-            # number for the whole process.
+            # MKL has a number for each thread, which torch sets when it first starts threads of its own: too late.
             self._threads = ThreadPoolExecutor(
                 max_workers=width, thread_name_prefix="cell", initializer=torch.set_num_threads, initargs=(1,)
             )
@@ -215,7 +213,6 @@ class AtOnce:
         """Waits for the cells that were started, after ``cancel``."""
         if self._threads is not None:
             self._threads.shutdown()
-            torch.set_num_threads(self._processors)
 
 
 def _cost(cell: Cell) -> tuple[int, ...]:

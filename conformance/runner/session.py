@@ -22,6 +22,7 @@ from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
 from conformance.models.folder_checks import check_model_folder
 from conformance.models.synthetic import is_large, is_sketched, is_without_weights
+from conformance.numerics.determinism import one_thread
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import decoder_of
 from conformance.records.header_checks import FLOAT64
@@ -64,6 +65,7 @@ class Session:
         self._activities = Activities()
         self._checked: dict[tuple[str, str], Path] = {}  # folders of models, by scenario and model
         self._begun: dict[Cell, Future[JudgedCell]] = {}
+        self._one_thread = one_thread()  # for what this process judges and prepares
         self._asking = threading.RLock()  # one thread at a time prepares inputs, requests oracles, queries backends
 
     def __enter__(self) -> "Session":
@@ -103,6 +105,7 @@ class Session:
             oracles=self._oracles,
             expectations=self._expectations,
         )
+        self._one_thread.__enter__()
         return self
 
     def _made_judges(self) -> Judges:
@@ -111,6 +114,7 @@ class Session:
         return Judges(lanes=lanes, work_dir=work_dir, logs=logs, budget_s=self.config.budget_s)
 
     def __exit__(self, *_: object) -> None:
+        self._one_thread.__exit__(None, None, None)
         self._at_once.cancel()
         if self._at_once.is_parallel and self._activities.are_any:  # the session was stopped: they are not needed
             self._pool.abort()

@@ -2,9 +2,10 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -163,15 +164,46 @@ def test_judging_threads_use_one_processor_each() -> None:
     try:
         assert [*at_once.run(cells, lambda cell: torch.get_num_threads())] == [1, 1]
         at_once.join()
-        assert torch.get_num_threads() == 4
-        assert _of_a_new_thread() == 4
     finally:
         torch.set_num_threads(own)
 
 
-def _of_a_new_thread() -> int:
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(torch.get_num_threads).result()
+COUNT = """
+import sys
+from pathlib import Path
+import torch
+from conftest import make_cell
+from conformance.backends.protocol import BackendEntry
+from conformance.core.process import thread_count
+from conformance.judge.rejudge import rejudge
+from conformance.judge.side_by_side import write_side_by_side
+from conformance.runner.placement import SessionConfig
+from conformance.runner.session import Session
+
+PLAIN = BackendEntry(name="plain", target="plain_backend:Plain")
+
+if __name__ == "__main__":
+    out, done = Path(sys.argv[1]), []
+    torch.set_num_threads(4)
+    cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=PLAIN, steps=1)
+    with Session(SessionConfig(out=out, budget_s=60)) as session:
+        session.run_all([cell], progress=done.append)
+    rejudge(out)
+    write_side_by_side(out)
+    before = thread_count()
+    torch.ones(1000, 1000).mm(torch.ones(1000, 1000))
+    print([one.verdict.state for one in done], thread_count() - before)
+"""
+
+
+def test_judging_starts_no_threads_of_torch(tmp_path: Path) -> None:
+    """They spin while they wait for each other. So the user's own computation, after it, is the first to start them."""
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    command, env = [sys.executable, str(script), str(tmp_path / "out")], {**os.environ, "PYTHONPATH": paths}
+    said = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert said.stdout == "['conforms'] 3\n", said.stderr
 
 
 @pytest.mark.exhaustive

@@ -15,6 +15,7 @@ from pathlib import Path
 from conformance.core.errors import UsageError
 from conformance.judge.side_by_side.agreement import ORACLE, agreement
 from conformance.judge.side_by_side.distances import Bounds, column_of, compare_lines, compare_tensors
+from conformance.numerics.determinism import one_thread
 from conformance.records.header_checks import FLOAT64, check_cell, check_oracle
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
 from conformance.records.step_tensors import Record, read_record
@@ -46,6 +47,7 @@ class _Observed:
     problem: str = ""
 
 
+@one_thread()
 def write_side_by_side(out: Path, *, parts: Sequence[Path] = ()) -> None:
     """Compares the backends of the run in ``out`` with each other and writes ``out/side_by_side.json``.
 
