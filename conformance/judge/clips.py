@@ -8,6 +8,9 @@ its nearest clip (conformance.oracle.loss_terms.Term.clips). Rounding decides ab
   and the single-process runs in the cell's precision, and
 * the cell's own rows put it on the other side, or within their own rounding of the clip, or the cell shows no rows.
 
+Which token is the last of a teacher's top k is such a decision, too: the distance is that of its logit from the next
+one, and the divergence shows the side.
+
 Only single-process runs that decided every token as float64 did make a bound. In half precision no token is excused:
 there, so many are on the other side that the runs show what that costs.
 """
@@ -25,19 +28,23 @@ from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.spec.objectives import REFERENCE_KL
 from conformance.spec.observables import CONFIGURATION, CRITIC, Observable, distance_of, stages
+from conformance.spec.offline import TOP_K
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped:
     """A quantity that a loss clips, which ``compute`` makes of ``rows``. ``summed``: over each response. ``critic``:
-    whether the critic's loss clips it. ``counted``: whether only a fraction of tokens depends on it."""
+    whether the critic's loss clips it. ``counted``: whether only a fraction of tokens depends on it. ``first``: the
+    first stage that does, if it is not the loss. ``side``: rows that show the side, which has a distance of its own."""
 
     rows: tuple[str, ...]
     compute: Callable[..., Tensor] = torch.clone
     summed: bool = False
     critic: bool = False
     counted: bool = False
+    first: str = ""
+    side: str = ""
 
     def computed(self, step: StepViews, distances: Tensors) -> Tensors:
         """Returns the quantity of each token, float64 (targets,), by row, where ``step`` has all that it takes.
@@ -72,6 +79,9 @@ CLIPPED: Mapping[str, Clipped] = {
         critic=True,
     ),
     "margin": Clipped(rows=("margin",)),
+    # The error of a target's log-prob stands for that of a difference of logits. If the teacher's last token of the
+    # top k is the next one instead, the divergence is that with the other token.
+    TOP_K: Clipped(rows=("teacher.logprob",), first="divergences", side="divergence"),
 }
 INSTEAD = "run the cell in the exact tier"
 Undecided = dict[int, Counter[str]]  # how many tokens rounding decides about, by step and quantity
@@ -112,22 +122,34 @@ def _count(name: str, cell_step: StepViews, oracle_step: StepViews, run_steps: S
     distances, quantity = oracle_step[distance_of(name)].tensors, CLIPPED[name]
     if not any((distance.abs() < torch.inf).any() for distance in distances.values()):
         return 0
-    exact, shown = quantity.computed(oracle_step, distances), quantity.computed(cell_step, distances)
+    exact = quantity.computed(oracle_step, distances)
     errors = (
         (run[row] - exact[row]).abs().nan_to_num(0.0).max().item()
         for run in (quantity.computed(step, distances) for step in run_steps)
         for row in run.keys() & exact.keys()
         if len(run[row])
     )
-    error, count = max(errors, default=0.0), 0
+    error = max(errors, default=0.0)
+    near = {
+        row: distance.abs() <= _rounding(row, exact).clamp(min=NOISE_FACTOR * error)
+        for row, distance in distances.items()
+    }
+    if quantity.side:
+        quantity, distances = Clipped(rows=(quantity.side,)), oracle_step[distance_of(quantity.side)].tensors
+        exact = quantity.computed(oracle_step, distances)
+    shown, count = quantity.computed(cell_step, distances), 0
     for row, distance in distances.items():
-        rounding = SCALAR_ROUNDINGS * ROUNDING * (1.0 + (exact[row].abs() if row in exact else 0.0))
-        is_near = distance.abs() <= torch.as_tensor(rounding).clamp(min=NOISE_FACTOR * error)
+        is_near = near[row]
         if row in exact and row in shown:
             moved = distance + shown[row] - exact[row]
-            is_near &= (moved * distance <= 0) | (moved.abs() <= rounding)
+            is_near = is_near & ((moved * distance <= 0) | (moved.abs() <= _rounding(row, exact)))
         count += int(is_near.sum())
     return count
+
+
+def _rounding(row: str, exact: Tensors) -> Tensor:
+    """Returns what rounding may change a quantity of each token by, (targets,) or scalar."""
+    return SCALAR_ROUNDINGS * ROUNDING * (1.0 + exact.get(row, torch.zeros(())).abs())
 
 
 def check_decided(
@@ -152,7 +174,8 @@ def check_decided(
         if m.step == step:
             if clipped.counted:
                 return m.stage == "policy metrics"
-            return of_same_model and order[m.stage] >= order["critic loss" if clipped.critic else "loss"]
+            first = clipped.first or ("critic loss" if clipped.critic else "loss")
+            return of_same_model and order[m.stage] >= order[first]
         is_reached = of_same_model or step // steps_per_rollout < m.step // steps_per_rollout
         return step < m.step and not clipped.counted and is_reached
 

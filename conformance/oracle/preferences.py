@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from conformance.core.errors import UsageError
 from conformance.oracle.loss_terms import (
     Earlier,
     OracleFunctions,
@@ -28,12 +29,15 @@ from conformance.spec.offline import (
     PAIR,
     SIDE,
     TEACHER,
+    TOP_K,
     Distillation,
     Dpo,
     Kto,
     ProcessRewardModel,
     RewardModel,
 )
+
+TIE = 1e-12  # logits that are no farther apart are equal, because float64 decides which is larger by rounding
 
 
 class PreferenceFunctions:
@@ -225,21 +229,34 @@ class DistillationFunctions:
             return Term(loss=None, rows={"teacher.logprob": logprobs})
         before = target_positions(document) - 1
         student_NV, teacher_NV = (logits[before].to(stable) for logits in (output, earlier[TEACHER.name]))
-        divergence = self._divergence(student_NV, teacher_NV)
+        k, clips = self.objective.top_k, {}
+        if k is None or k >= teacher_NV.shape[1]:
+            divergence = self._divergence(student_NV, teacher_NV, None)
+        else:
+            largest, tokens = teacher_NV.topk(k + 1, dim=-1)
+            gap = (largest[:, k - 1] - largest[:, k]) / self.objective.temperature
+            if stable == torch.float64 and (gap < TIE).any():
+                raise UsageError(
+                    f"the teacher's logits {k} and {k + 1} of a token, by size, are equal; use another top_k"
+                )
+            divergence = self._divergence(student_NV, teacher_NV, tokens[:, :k])
+            other = self._divergence(student_NV, teacher_NV, tokens[:, [*range(k - 1), k]])
+            clips = {TOP_K: gap, "divergence": (divergence - other).detach() / 2}
         loss = divergence.sum() / totals["token_count"]
         rows = {"logprob": logprobs, "divergence": divergence}
-        return Term(loss=loss, values={"loss": loss.item()}, rows=rows)
+        return Term(loss=loss, values={"loss": loss.item()}, rows=rows, clips=clips)
 
-    def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Returns the divergence of each distribution, (N,), from logits (N, V)."""
+    def _divergence(self, student: Tensor, teacher: Tensor, tokens: Tensor | None) -> Tensor:
+        """Returns the divergence of each distribution, (N,), from logits (N, V). ``tokens``: those of the sum, (N, k);
+        None: all."""
         o = self.objective
         logits = torch.stack([student, teacher]) / o.temperature
         log_q: Tensor
         log_p: Tensor
-        if o.top_k is None:
+        if tokens is None:
             log_q, log_p = torch.log_softmax(logits, dim=-1)
         else:
-            chosen = teacher.topk(min(o.top_k, teacher.shape[1]), dim=-1).indices.expand(2, -1, -1)
+            chosen = tokens.expand(2, -1, -1)
             if o.renormalise_top_k:
                 log_q, log_p = torch.log_softmax(logits.gather(-1, chosen), dim=-1)
             else:

@@ -222,6 +222,7 @@ def _numbered(batch: Batch) -> Batch:
 
 
 PositiveWeight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
+TOP_K = "top_k"  # how far the last of the teacher's top_k logits of a token is from the next one
 # With less noise, bf16 rounds a gradient of the divergence by as much as student and teacher differ.
 TEACHER = Role(name="teacher", trained=False, noise=0.5)
 

@@ -15,8 +15,11 @@ import pytest
 import torch
 from conftest import make_cell
 from oracle_cells import OracleRuns, as_cell
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from conformance.core.errors import UsageError
 from conformance.data.prepare import prepare_inputs
 from conformance.judge.clips import CLIPPED, check_decided, undecided
 from conformance.judge.tensor_views import StepViews
@@ -24,7 +27,7 @@ from conformance.judge.tolerance import Measurement
 from conformance.judge.verdict import judge, judge_folders
 from conformance.oracle.loss_terms import Term, importance
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions
-from conformance.oracle.preferences import PreferenceFunctions
+from conformance.oracle.preferences import DistillationFunctions, PreferenceFunctions
 from conformance.records.header_checks import noise_runs
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
@@ -34,7 +37,7 @@ from conformance.runner.oracle_jobs import Oracles
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, Ppo, all_observables
 from conformance.spec.observables import POLICY, distance_of
-from conformance.spec.offline import PAIR, SIDE, Dpo
+from conformance.spec.offline import PAIR, SIDE, Distillation, Dpo
 
 F64 = torch.float64
 TOTALS = {"token_count": 1.0, "sequence_count": 1.0}
@@ -316,6 +319,59 @@ def test_more_noise_is_asked_for_where_rounding_decided_otherwise_in_the_first_r
         verdict = runner._judge(judged.cell, [cell.path], inputs)
         assert (folder / plain).is_dir()
         assert verdict.state in NO_FAULT, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("gap", "of_cell", "state"),
+    [
+        (1e-8, -3e-7, "at a clip"),  # rounding puts the next token among the top k
+        (2e-6, 2e-6, "conforms"),
+        (1e-3, -1e-3, "differs"),  # no rounding
+    ],
+)
+def test_a_cell_is_not_judged_where_rounding_chose_another_token_of_the_teachers_top_k(
+    tmp_path: Path, gap: float, of_cell: float, state: str
+) -> None:
+    """The last of the teacher's top k logits of a token is ``gap`` above the next one, in the cell ``of_cell``."""
+    judged, run = _with_gap(tmp_path / "judged", gap), _with_gap(tmp_path / "cell", of_cell)
+    noise = [judged.record((), name) for name in noise_runs("fp32")]
+    with_other_choice = replace(run.record((), "fp32-plain"), loaded=noise[0].loaded)
+    cell = as_cell(with_other_choice, tmp_path / "record", judged.cell)
+    refused = pytest.raises(RecordError, match=r"so near to a clip that fp32 rounds .* \(1 of top_k\)")
+    with refused if state == "at a clip" else contextlib.nullcontext():
+        verdict = judge([cell], oracle=judged.record(), noise=noise)
+        assert verdict.state == state, verdict.reason
+
+
+def _with_gap(folder: Path, gap: float) -> OracleRuns:
+    """Distillation from a teacher with this gap behind its eighth largest logit, where it was smallest."""
+    runs = OracleRuns(make_cell("distillation-top-k", "llama", "dp1", "fp32", steps=1, rows=4, accumulation=1), folder)
+    teacher = runs._inputs.models["teacher"]
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=F64)
+    places = []
+    for document in (document for row in runs.batches[0].rows for document in row.documents):
+        logits = model(torch.tensor([document.tokens])).logits[0].detach()
+        before = [at - 1 for at, target in enumerate(document.targets) if target]
+        places += [*zip(*(one[:, 7:9].tolist() for one in logits[before].topk(9)), strict=True)]
+    (last, following), (_, token) = min(places, key=lambda place: place[0][0] - place[0][1])
+    weights = load_file(file := teacher / "model.safetensors")
+    weights["lm_head.weight"][token] *= (last - gap) / following
+    save_file(weights, file, metadata={"format": "pt"})
+    return runs
+
+
+def test_equal_logits_at_the_end_of_the_top_k_are_refused() -> None:
+    functions = DistillationFunctions(Distillation(top_k=2))
+    teacher = torch.tensor([[3.0, 1.0, 1.0, 0.0]], dtype=F64).repeat(2, 1)
+    with pytest.raises(UsageError, match=r"the teacher's logits 2 and 3 of a token, .* are equal; use another top_k"):
+        functions.term(
+            POLICY.name,
+            torch.zeros_like(teacher),
+            _answer(1),
+            totals=TOTALS,
+            earlier={"teacher": teacher},
+            stable=F64,
+        )
 
 
 @pytest.mark.parametrize(
