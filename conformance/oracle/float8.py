@@ -2,13 +2,16 @@
 
 Formats and saturation are those of Micikevicius et al. (arXiv 2209.05433, sections 3 and 4): e4m3 ends at 448 and e5m2
 at 57344, and numbers beyond the end become the end. The scale of a tensor, a row, or a block of a row maps its largest
-magnitude to the end of the format; with powers of two it is the next lower power. Blocks are those of MXFP8 (Rouhani et
-al., arXiv 2310.10537), with scales as in Mishra et al. (arXiv 2506.08027). A scaled operand is a float32 number before
-it is rounded, to nearest with ties to even. In float64 two implementations of one recipe therefore round alike, and
-what is left is their mistakes.
+magnitude to the end of the format; with powers of two it is the next lower power. Blocks of 32 are those of MXFP8
+(Rouhani et al., arXiv 2310.10537), with scales as in Mishra et al. (arXiv 2506.08027); those of 128 are DeepSeek-V3's
+(arXiv 2412.19437, section 3.3.2). A scaled operand is a float32 number before it is rounded, to nearest with ties to
+even. In float64 two implementations of one recipe therefore round alike, and what is left is their mistakes.
 
 With delayed scaling, as TransformerEngine and torchao name it, the largest magnitude is that of the last micro-batches,
 over all ranks.
+
+Megatron's layers multiply by the weights of queries, keys and values at once, and by those of gate and up. Scales of
+tensors and of blocks are therefore shared between these. Each group of queries is followed by its keys and its values.
 
 The noise run by the plain formula rounds what lies as near to a tie as the rounding of its dtype the other way. Other
 honest runs may round each of these either way.
@@ -22,6 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from conformance.models.components import Architecture
 from conformance.oracle.primitives import Function, Module, Policy, Variant, Weights
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.conventions import Float8Products
@@ -48,9 +52,10 @@ class Recipe:
 
     gradient: the format of gradients of outputs; inputs and weights are e4m3. by_row: a scale for each row of the first
     operand and each column of the second, instead of one for a tensor. block: with by_row, a scale for each so many
-    numbers of them; 0: for all. powers: scales are powers of two. whole_weight: the weight has one scale in the product
-    for the gradient of the input. of_weight: whether the product for the gradient of the weight is in float8. history:
-    the number of micro-batches before, by whose largest magnitude an operand is scaled; 0: by its own.
+    numbers of them; 0: for all. square: weights have a scale for each block x block. powers: scales are powers of two.
+    whole_weight: the weight has one scale in the product for the gradient of the input. of_weight: whether the product
+    for the gradient of the weight is in float8. history: the number of micro-batches before, by whose largest magnitude
+    an operand is scaled; 0: by its own. multiple: sizes of matrices have to be multiples of it.
     """
 
     gradient: Format
@@ -59,12 +64,9 @@ class Recipe:
     whole_weight: bool
     of_weight: bool
     block: int = 0
+    square: bool = False
     history: int = 0
-
-    @property
-    def multiple(self) -> int:
-        """Returns the number that sizes of matrices have to be multiples of."""
-        return self.block or MULTIPLE
+    multiple: int = MULTIPLE
 
 
 RECIPES = {
@@ -72,7 +74,10 @@ RECIPES = {
     "fp8row": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=False, of_weight=True),
     "fp8rowhp": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=True, of_weight=False),
     "fp8delayed": Recipe(gradient=E5M2, by_row=False, powers=False, whole_weight=True, of_weight=True, history=4),
-    "fp8mx": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=False, of_weight=True, block=32),
+    "fp8block": Recipe(
+        gradient=E4M3, by_row=True, powers=True, whole_weight=False, of_weight=True, block=128, square=True
+    ),
+    "fp8mx": Recipe(gradient=E4M3, by_row=True, powers=True, whole_weight=False, of_weight=True, block=32, multiple=32),
 }
 
 
@@ -104,6 +109,15 @@ def rounded(x: Tensor, format: Format, *, near: float = 0.0) -> Tensor:
     return (nearest * step).clamp(-format.largest, format.largest)
 
 
+def magnitudes_of_blocks(x: Tensor, block: int, dims: Sequence[int]) -> Tensor:
+    """Returns, for each number, the largest magnitude in its block, of which the last one may be smaller. ``dims``:
+    along which blocks have this size; along another one they have size 1."""
+    found = x.abs()
+    for dim in dims:
+        found = torch.cat([part.amax(dim, keepdim=True).expand_as(part) for part in found.split(block, dim)], dim)
+    return found
+
+
 class Magnitudes:
     """Holds the largest magnitudes that an operand had in the micro-batches before, of all data ranks.
 
@@ -120,31 +134,59 @@ class Magnitudes:
             self._before.append(self._own)
         return torch.stack(tuple(self._before)).amax()
 
-    def end_micro_batch(self) -> None:
+    def end_micro_batch(self, *, ends_step: bool) -> None:
         self._before.append(self._own)
+
+
+class EngineMagnitudes(Magnitudes):
+    """Holds them as TransformerEngine does: the first scale is 1, and a history of zeros leaves the scale as it is.
+
+    once: the operand is cast in the first micro-batch of a step only, as weights are; in others its magnitude is 0.
+    """
+
+    def __init__(self, length: int, end: float, *, once: bool) -> None:
+        super().__init__(length)
+        self._scaled_by, self._once, self._is_cast = torch.tensor(end), once, False
+        self._next, self._own = self._scaled_by, torch.zeros([])
+
+    def largest(self, x: Tensor) -> Tensor:
+        if not self._is_cast:
+            self._scaled_by, self._own = self._next.to(x), x.abs().amax()
+        return self._scaled_by
+
+    def end_micro_batch(self, *, ends_step: bool) -> None:
+        self._before.append(self._own)
+        largest = torch.stack(tuple(one.to(self._own) for one in self._before)).amax()
+        self._next = torch.where(largest > 0, largest, self._next.to(largest))
+        self._is_cast = self._once and not ends_step
+        self._own = torch.zeros_like(self._own)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """Casts operands by a recipe. near: see ``rounded``. magnitudes: of a layer's operands with histories."""
+    """Casts operands by a recipe. near: see ``rounded``. magnitudes: of a layer's operands with histories. factor:
+    gradients are multiplied by it when they are cast, and divided afterwards."""
 
     recipe: Recipe
     near: float = 0.0
     magnitudes: Mapping[Operand, Magnitudes] = field(default_factory=dict)
+    factor: float = 1.0
 
     def __call__(self, x: Tensor, format: Format, dim: int, operand: Operand) -> Tensor:
         """Returns the numbers that ``x`` has in float8, unscaled, in float32 or wider. ``dim``: along which a row has
         its scale."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if self.recipe.block:
-            blocks = wide.float().to(wide.dtype).unflatten(dim, (-1, self.recipe.block))
-            whole = replace(self, recipe=replace(self.recipe, block=0))
-            return whole(blocks, format, dim + 1, operand).flatten(dim, dim + 1)
-        if self.recipe.history:
-            scale = _scale(self.magnitudes[operand].largest(wide), format, powers=self.recipe.powers)
+        recipe, factor = self.recipe, self.factor if operand == "gradient" else 1.0
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)) * factor
+        if recipe.block:
+            wide = wide.float().to(wide.dtype)
+            dims = (0, 1) if recipe.square and operand == "weight" else (dim,)
+            magnitude = magnitudes_of_blocks(wide, recipe.block, dims)
+            scale = _scale(magnitude, format, powers=recipe.powers)
+        elif recipe.history:
+            scale = _scale(self.magnitudes[operand].largest(wide), format, powers=recipe.powers)
         else:
-            scale = scale_of(wide, format, dim=dim if self.recipe.by_row else None, powers=self.recipe.powers)
-        return (rounded(wide * scale, format, near=self.near) / scale).to(wide.dtype)
+            scale = scale_of(wide, format, dim=dim if recipe.by_row else None, powers=recipe.powers)
+        return (rounded(wide * scale, format, near=self.near) / (scale * factor)).to(wide.dtype)
 
 
 class Product(torch.autograd.Function):
@@ -172,41 +214,54 @@ class WithFloat8Products(Variant):
     """Multiplies in float8. A micro-batch goes through the model as a whole, because its tokens share scales."""
 
     def __init__(self, convention: Float8Products) -> None:
-        self._of = convention
-        length = RECIPES[convention.recipe].history
-        self._magnitudes: dict[str, dict[Operand, Magnitudes]] = defaultdict(
-            lambda: {operand: Magnitudes(length) for operand in get_args(Operand)} if length else {}
-        )
+        self._of, self._recipe = convention, RECIPES[convention.recipe]
+        self._magnitudes: dict[str, dict[Operand, Magnitudes]] = defaultdict(self._new_magnitudes)
+        self._begins_step, self._groups = True, 1
+
+    def _new_magnitudes(self) -> dict[Operand, Magnitudes]:
+        if not (length := self._recipe.history):
+            return {}
+        if not self._of.engine:
+            return {operand: Magnitudes(length) for operand in get_args(Operand)}
+        ends = {"input": E4M3, "weight": E4M3, "gradient": self._recipe.gradient}
+        return {
+            operand: EngineMagnitudes(length, ends[operand].largest, once=operand == "weight")
+            for operand in get_args(Operand)
+        }
+
+    def architecture(self, a: Architecture) -> Architecture:
+        self._groups = getattr(a.layers[0].attention, "kv_heads", 1)
+        return a
 
     def joins(self, joins: bool) -> bool:
         return True
 
     def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
-        """Returns each micro-batch of each data rank, its rows filled up to one length by documents of token 0.
+        """Returns each micro-batch of each data rank, its rows filled up by documents of token 0: to one length or,
+        where they lie end to end, together.
 
         Where all ranks share scales, their rows go through the model together.
         """
+        self._begins_step = True
         ranks, count = self._of.data_ranks, self._of.micro_batches
         own = [batch.micro_batches(dp_rank=rank, dp_size=ranks, accumulation=count) for rank in range(ranks)]
         filled = [[self._filled(rows) for rows in parts] for parts in own]
-        if RECIPES[self._of.recipe].history:
+        if self._recipe.history:
             return [[row for rows in at_once for row in rows] for at_once in zip(*filled, strict=True)]
         return [rows for parts in filled for rows in parts]
 
     def _filled(self, rows: Sequence[Row]) -> list[Row]:
+        if self._of.engine:
+            return [*rows[:-1], _longer(rows[-1], -sum(row.length for row in rows) % self._of.multiple)]
         length = -(-max(row.length for row in rows) // self._of.multiple) * self._of.multiple
-        return [
-            replace(row, documents=(*row.documents, Document((0,) * rest, (False,) * rest)))
-            if (rest := length - row.length)
-            else row
-            for row in rows
-        ]
+        return [_longer(row, length - row.length) for row in rows]
 
     def carried(self, gradients: Weights) -> Weights:
         """Ends the micro-batch before this one in the histories."""
         for of_layer in self._magnitudes.values():
             for magnitudes in of_layer.values():
-                magnitudes.end_micro_batch()
+                magnitudes.end_micro_batch(ends_step=self._begins_step)
+        self._begins_step = False
         return gradients
 
     def products(self, module: Module, weights: Weights, policy: Policy, *, layer: int, layers: int) -> Module:
@@ -214,18 +269,48 @@ class WithFloat8Products(Variant):
             return module
         is_noise = policy.compute != torch.float64 and not policy.fused
         near = torch.finfo(policy.compute).eps / 2 if is_noise else 0.0
-        recipe = RECIPES[self._of.recipe]
+        factor = float(self._of.data_ranks) if self._of.engine else 1.0
+        at_once: dict[str, Tensor] = {}  # what products give of the other modules of their group
 
         def run(name: str, function: Function, x: Tensor) -> Tensor:
-            weight, bias = weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
-            if weight is None or weight.ndim != 2 or any(size % recipe.multiple for size in weight.shape):
+            group = next((group for group in FUSED if self._of.engine and name in group), (name,))
+            found = [weights.get(f"{one}.weight") for one in group]
+            matrices = [one for one in found if one is not None and one.ndim == 2]
+            if not matrices or any(size % self._recipe.multiple for one in matrices for size in one.shape):
                 return module(name, function, x)
-            cast = Cast(recipe=recipe, near=near, magnitudes=self._magnitudes[f"{layer}.{name}"])
+            magnitudes = self._magnitudes[f"{layer}.{group[0]}"]
+            cast = Cast(recipe=self._recipe, near=near, magnitudes=magnitudes, factor=factor)
+            bias = weights.get(f"{name}.bias")
 
             def product(x: Tensor) -> Tensor:
-                y: Tensor = Product.apply(x, weight, cast)  # type: ignore[no-untyped-call]
-                return y if bias is None else y + bias
+                if name not in at_once:
+                    order = _order(matrices, self._groups if len(group) == 3 else 1, x.device)
+                    both = torch.cat(matrices)[order]
+                    y: Tensor = Product.apply(x, both, cast)  # type: ignore[no-untyped-call]
+                    parts = y[:, order.argsort()].split([len(one) for one in matrices], dim=1)
+                    at_once.update(zip(group, parts, strict=True))
+                own = at_once.pop(name)
+                return own if bias is None else own + bias
 
             return module(name, product, x)
 
         return run
+
+
+# Modules whose weights are one matrix in Megatron.
+FUSED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+
+
+def _longer(row: Row, rest: int) -> Row:
+    if not rest:
+        return row
+    return replace(row, documents=(*row.documents, Document((0,) * rest, (False,) * rest)))
+
+
+def _order(matrices: Sequence[Tensor], groups: int, device: torch.device) -> Tensor:
+    """Returns in which order the rows of matrices below each other are cast: a part of each, ``groups`` times."""
+    places = torch.arange(sum(map(len, matrices)), device=device).split([len(one) for one in matrices])
+    return torch.cat([part for parts in zip(*(one.chunk(groups) for one in places), strict=True) for part in parts])

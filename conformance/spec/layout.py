@@ -141,7 +141,7 @@ OPTIONS: Mapping[str, Term] = {
     "fp8tensor": Term(
         "linear layers multiply in float8 (e4m3, gradients in e5m2), with one scale for each tensor of a rank's "
         "micro-batch",
-        "torchao recipe tensorwise; torchtitan float8 recipe tensorwise",
+        "torchao recipe tensorwise; TransformerEngine Float8CurrentScaling; Megatron fp8_recipe tensorwise",
     ),
     "fp8row": Term(
         "linear layers multiply in float8 (e4m3), with a scale for each row, a power of two", "torchao recipe rowwise"
@@ -154,6 +154,11 @@ OPTIONS: Mapping[str, Term] = {
     "fp8delayed": Term(
         "as fp8tensor, but with scales from the largest magnitudes of the 4 micro-batches before, of all ranks",
         "torchao ScalingType.DELAYED (until 0.9), history_len; TransformerEngine DelayedScaling, amax_history_len",
+    ),
+    "fp8block": Term(
+        "linear layers multiply in float8 (e4m3): each 128 numbers along the sum have a scale, a power of two, and of "
+        "weights each 128 x 128",
+        "TransformerEngine Float8BlockScaling; Megatron fp8_recipe blockwise; DeepSeek-V3",
     ),
     "fp8mx": Term(
         "linear layers multiply in MXFP8 (e4m3): each 32 numbers along the sum have a scale, a power of two by which "
@@ -193,7 +198,7 @@ OPTIONS: Mapping[str, Term] = {
     "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
 ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself
-Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp", "fp8delayed", "fp8mx"]
+Float8Recipe = Literal["fp8tensor", "fp8row", "fp8rowhp", "fp8delayed", "fp8block", "fp8mx"]
 FLOAT8: tuple[Float8Recipe, ...] = get_args(Float8Recipe)  # a layout has at most one
 OWN_BALANCE = ("ownaux", "globalaux")
 _NEEDS_TP = ("plan", "seqpar", "losspar")
@@ -446,10 +451,7 @@ class Layout:
 def _not_built(option: str) -> str:
     """Returns why an option that people may look for is not built in, and what to use instead; empty for another."""
     if option.startswith("fp8"):
-        return (
-            f"no recipe of float8 is named {shown(option)}; known: {', '.join(FLOAT8)}, fp8ends and fp8gather; "
-            f"docs/measurements/tolerances.md says why blocks of 128 and TransformerEngine's recipes are not built"
-        )
+        return f"no recipe of float8 is named {shown(option)}; known: {', '.join(FLOAT8)}, fp8ends and fp8gather"
     reason = NOT_BUILT.get(option.lower(), "")
     return reason and f"{shown(option)} is not built in: {reason} (docs/explanations/architecture.md, DeepSpeed)"
 

@@ -42,6 +42,8 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
     """Explains why a cell cannot run in float8; empty if it can, or if its layout does not ask for it."""
     if (recipe := layout.float8) is None:
         return ""
+    if recipe == "fp8block":
+        return "torchao casts blocks of 128 in bf16 on Hopper only; use fp8mx, or Megatron's layers of te"
     if find_spec("torchao") is None:
         return f"{recipe} needs torchao, which is not installed; run: pip install 'backend-parity[fp8]'"
     config = model_config(scenario)

@@ -64,8 +64,11 @@ def test_weights_are_made_again_bit_for_bit(remade: Path, name: str) -> None:
         "data/labelled_steps.jsonl",
         "data/documents.jsonl",
         "models/llama/tokenizer.json",
-        *(f"models/{n}/config.json" for n in [*TINY, *ODD, "openpangu-embedded-7b", "llama-3-8b", "qwen3-8b"]),
-        *(f"models/{name}/random_weights.toml" for name in ["openpangu-embedded-7b", *ODD]),
+        *(
+            f"models/{n}/config.json"
+            for n in [*TINY, *ODD, "llama-even", "llama-3-8b", "openpangu-embedded-7b", "qwen3-8b"]
+        ),
+        *(f"models/{name}/random_weights.toml" for name in ["openpangu-embedded-7b", "llama-even", *ODD]),
     ],
 )
 def test_text_files_are_made_again_byte_for_byte(remade: Path, file: str) -> None:

@@ -2,14 +2,29 @@
 
 import pytest
 import torch
-from test_oracle import BATCH, FLOAT64, folder, policy_model
+from test_oracle import BATCH, FLOAT64, document, folder, policy_model
 from torch import Tensor
 
 from conformance.bisect.oracle_capture import references
+from conformance.models.families import read_architecture
 from conformance.oracle.defects import variant_of
-from conformance.oracle.float8 import E4M3, E5M2, RECIPES, Cast, Format, Magnitudes, Product, rounded, scale_of
+from conformance.oracle.float8 import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    Cast,
+    EngineMagnitudes,
+    Format,
+    Magnitudes,
+    Product,
+    WithFloat8Products,
+    rounded,
+    scale_of,
+)
 from conformance.oracle.step import observe
+from conformance.spec.batch import Batch, Row
 from conformance.spec.conventions import Float8Products
+from conformance.spec.layout import Float8Recipe
 from conformance.spec.offline import Sft
 from conformance.spec.scenario import parse_scenario
 
@@ -100,11 +115,102 @@ def test_each_block_has_a_scale_of_its_own() -> None:
         assert weight.grad.allclose(cast(gradient, 0).T @ cast(x, 0), rtol=1e-13)
 
 
+def test_blocks_of_128_end_where_the_tensor_does() -> None:
+    """Rows of blocks of inputs and gradients, and squares of weights, neither of which divide the sizes."""
+    x, weight, gradient = drawn(176, 192).requires_grad_(), drawn(336, 192).requires_grad_(), drawn(176, 336)
+    y: Tensor = Product.apply(x, weight, Cast(recipe=RECIPES["fp8block"]))  # type: ignore[no-untyped-call]
+    y.backward(gradient)
+
+    def rows(x: Tensor, dim: int) -> Tensor:
+        return torch.cat([by_dtype(part, torch.float8_e4m3fn, dim, powers=True) for part in x.split(128, dim)], dim)
+
+    with torch.no_grad():
+        squares = torch.cat(
+            [
+                torch.cat([by_dtype(part, torch.float8_e4m3fn, None, powers=True) for part in band.split(128, 1)], 1)
+                for band in weight.split(128)
+            ]
+        )
+        assert y.allclose(rows(x, 1) @ squares.T, rtol=1e-13)
+        assert x.grad is not None
+        assert x.grad.allclose(rows(gradient, 1) @ squares, rtol=1e-13)
+        assert weight.grad is not None
+        assert weight.grad.allclose(rows(gradient, 0).T @ rows(x, 0), rtol=1e-13)
+
+
+def test_a_factor_of_gradients_changes_no_power_of_two_and_every_fixed_scale() -> None:
+    gradient = drawn(8, 32)
+    for name, is_fixed in (("fp8block", False), ("fp8delayed", True)):
+        held = EngineMagnitudes(4, E5M2.largest, once=False)
+        cast, doubled = (Cast(recipe=RECIPES[name], magnitudes={"gradient": held}, factor=f) for f in (1.0, 2.0**-20))
+        same = torch.equal(cast(gradient, E5M2, 1, "gradient"), doubled(gradient, E5M2, 1, "gradient"))
+        assert same is not is_fixed
+
+
+def test_transformer_engine_scales_by_1_at_first_and_casts_weights_once_a_step() -> None:
+    """A history of zeros changes nothing: here that of weights, as four micro-batches in which nothing is cast do."""
+    of_input, of_weight = (EngineMagnitudes(4, 448.0, once=once) for once in (False, True))
+    inputs, weights = [], []
+    for step, own in enumerate((2.0, 8.0)):
+        for batch in range(6):
+            inputs.append(of_input.largest(torch.tensor(own + batch)).item())
+            weights.append(of_weight.largest(torch.tensor(own)).item())
+            for held in (of_input, of_weight):
+                held.end_micro_batch(ends_step=batch == 5)
+        assert weights[6 * step :] == [weights[6 * step]] * 6, "cast once"
+    assert inputs == [448.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0]
+    assert weights == [448.0] * 6 + [2.0] * 6
+
+
+@pytest.mark.parametrize("recipe", ["fp8tensor", "fp8block"])
+def test_queries_keys_and_values_are_one_matrix_of_groups(recipe: Float8Recipe) -> None:
+    """Each key-value head follows its queries, so that blocks of 128 rows hold some of all three."""
+    architecture = read_architecture(folder("llama-even"))
+    variant = WithFloat8Products(Float8Products(recipe=recipe, engine=True, data_ranks=2))
+    variant.architecture(architecture)
+    names = [f"self_attn.{name}_proj" for name in "qkv"]
+    matrices = [drawn(rows, 192).requires_grad_() for rows in (128, 64, 64)]
+    scaled = [matrix.detach().mul(factor).requires_grad_() for matrix, factor in zip(matrices, (1, 9, 80), strict=True)]
+    weights = {f"{name}.weight": matrix for name, matrix in zip(names, scaled, strict=True)}
+    run = variant.products(lambda name, f, x: f(x), weights, FLOAT64, layer=0, layers=1)
+    x = drawn(48, 192).requires_grad_()
+    found = [run(name, lambda x: x, x) for name in names]
+    gradients = [drawn(48, len(matrix)) * 10.0**place for place, matrix in enumerate(scaled)]
+    torch.autograd.backward(found, gradients)
+
+    def grouped(parts: list[Tensor], dim: int) -> Tensor:
+        return torch.cat(
+            [part for of_group in zip(*(p.chunk(4, dim) for p in parts), strict=True) for part in of_group], dim
+        )
+
+    alone, fused = (t.detach().requires_grad_() for t in (x, grouped(scaled, 0)))
+    y: Tensor = Product.apply(alone, fused, Cast(recipe=RECIPES[recipe], factor=2.0))  # type: ignore[no-untyped-call]
+    y.backward(grouped(gradients, 1))
+    assert y.allclose(grouped(found, 1), rtol=1e-13)
+    assert x.grad is not None
+    assert alone.grad is not None
+    assert alone.grad.allclose(x.grad, rtol=1e-12)
+    assert fused.grad is not None
+    assert fused.grad.allclose(grouped([m.grad for m in scaled if m.grad is not None], 0), rtol=1e-12)
+
+
+def test_rows_of_megatron_are_filled_up_together() -> None:
+    """16 is a multiple of neither row's length, and of their sum after 7 more tokens."""
+    rows = tuple(Row(i, (document(i, length, 2),)) for i, length in enumerate((17, 24)))
+    batch = Batch(step=0, max_len=64, rows=rows)
+    variant = WithFloat8Products(Float8Products(engine=True, multiple=16))
+    ((first, last),) = variant.micro_batches([rows], batch)
+    assert [first.length, last.length] == [17, 31]
+    assert last.documents[-1].tokens == (0,) * 7
+    apart = WithFloat8Products(Float8Products(multiple=16))
+    assert [row.length for (*part,) in apart.micro_batches([rows], batch) for row in part] == [32, 32]
+
+
 def test_delayed_scales_follow_from_four_micro_batches() -> None:
     magnitudes, scaled = Magnitudes(4), []
     for own in (2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 16.0):
         scaled.append(magnitudes.largest(torch.tensor([own, -own / 2])).item())
-        magnitudes.end_micro_batch()
+        magnitudes.end_micro_batch(ends_step=False)
     assert scaled == [2.0, 2.0, 8.0, 8.0, 8.0, 8.0, 1.0]  # the first by its own, as no history was there
 
 

@@ -57,10 +57,8 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.fast", "'fast' is neither an axis .* nor an option"),
         ("dp2.zero3.qwZ", "'qwZ' is not built in: ZeRO.. quantizes weights on GPUs only, .*use hpz2, or zero3"),
         ("dp2.superoffload", "'superoffload' is not built in: SuperOffload runs on NVIDIA's GPUs only; use offload"),
-        (
-            "dp2.fp8block",
-            r"no recipe of float8 is named 'fp8block'; known: fp8tensor, .*docs/measurements/tolerances\.md",
-        ),
+        ("dp2.fp8nv", r"no recipe of float8 is named 'fp8nv'; known: fp8tensor, .*, fp8ends and fp8gather"),
+        ("dp2.te.fp8block.fp8delayed", "options fp8block, fp8delayed are different recipes of float8; keep one"),
         ("dp2.zero4", "there is no ZeRO stage 4; use zero0, zero1, zero2 or zero3"),
         ("dp2.zero1.zero2", "names zero twice"),
         ("dp2.seqpar", "option seqpar needs tensor parallelism; add tp2"),

@@ -1,0 +1,76 @@
+"""Configures float8 in Megatron's layers of TransformerEngine, for the recipe that a layout option names.
+
+TransformerEngine casts the operands of the three products of a linear layer, and keeps the histories of delayed
+scaling. It needs a GPU. This module does not import Megatron.
+"""
+
+from typing import Any
+
+from conformance.spec.conventions import model_config
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario
+from impl.megatron.model_config import ModelShape
+
+MULTIPLE = 16  # TransformerEngine multiplies matrices of float8 whose sizes are multiples of this, tokens among them
+HISTORY = 4  # micro-batches whose largest magnitude is the scale of the next, with fp8delayed
+# Megatron's names of the format and of the recipe.
+RECIPES = {
+    "fp8tensor": ("hybrid", "tensorwise"),
+    "fp8delayed": ("hybrid", "delayed"),
+    "fp8block": ("e4m3", "blockwise"),
+}
+BESIDE = {"te", "fp8ends", "overlap"}  # options that cells in float8 may have
+
+
+def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
+    """Explains why a cell cannot run in float8; empty if it can, or if its layout does not ask for it."""
+    if (recipe := layout.float8) is None:
+        return ""
+    if "te" not in layout.options or recipe not in RECIPES:
+        return f"Megatron multiplies in float8 by TransformerEngine; use te with {', '.join(RECIPES)}, or fsdp2"
+    if scenario.objective.kind != "sft" or scenario.lora:
+        return f"{recipe} is judged for supervised fine-tuning without adapters only; leave it out"
+    if scenario.tier.is_loss_scaled:
+        return "the loss scale of fp16 moves what float8 rounds; use bf16"
+    if layout != Layout(dp=layout.dp, zero=layout.zero, options=layout.options):
+        return f"beside {recipe} only dp and zero are built into this backend; leave other axes out"
+    if others := {*layout.options} - BESIDE - {recipe}:
+        return f"{', '.join(sorted(others))} is not built into this backend beside {recipe}; leave it out"
+    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.ffn, "heads x head_dim": shape.attended}
+    if uneven := [f"{name}={size}" for name, size in sizes.items() if size % MULTIPLE]:
+        return (
+            f"TransformerEngine multiplies matrices of float8 whose sizes are multiples of {MULTIPLE}, and the model "
+            f"has {', '.join(uneven)}; use another model, or leave {recipe} out"
+        )
+    if shape.fused:
+        return f"{recipe} is judged for models whose projections Hugging Face keeps apart only; leave it out"
+    if not scenario.tier.is_half and (shape.qkv_bias or shape.output_bias):
+        return f"beside {recipe} TransformerEngine rounds biases in float32 to bfloat16; use bf16, or leave it out"
+    if "fp8ends" in layout.options:
+        if recipe == "fp8delayed":
+            return "Megatron's delayed scaling leaves no layers out; leave fp8ends out, or use fp8tensor"
+        if model_config(scenario).get("num_hidden_layers", 0) < 3:
+            return "fp8ends leaves the first and the last layer out, and the model has no other; leave it out"
+    return ""
+
+
+def float8_settings(layout: Layout) -> dict[str, Any]:
+    """Returns the fields of megatron-core's configuration for the recipe of a layout; none without."""
+    if layout.float8 is None:
+        return {}
+    number_format, recipe = RECIPES[layout.float8]
+    return {
+        "fp8": number_format,
+        "fp8_recipe": recipe,
+        "fp8_margin": 0,
+        "fp8_amax_history_len": HISTORY,
+        "fp8_amax_compute_algo": "max",
+        "fp8_wgrad": True,
+        "fp8_param": False,
+        "fp8_dot_product_attention": False,
+        "fp8_multi_head_attention": False,
+        "tp_only_amax_red": False,
+        "first_last_layers_bf16": "fp8ends" in layout.options,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+    }

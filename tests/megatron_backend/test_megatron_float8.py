@@ -1,0 +1,242 @@
+"""Float8 of TransformerEngine in Megatron: who claims it, what Megatron is told, what evidence is taken of products.
+
+TransformerEngine needs a GPU, so cells run on GPU machines only, at the end of this file.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cells import BACKENDS, cell_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from conformance.backends.faults import catalogue
+from conformance.core.host import FIXTURES
+from conformance.core.packages import is_installed
+from conformance.matrix.cell import Cell
+from conformance.models.synthetic import with_skeleton
+from conformance.runner.placement import SessionConfig
+from conformance.runner.session import Session
+from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
+from conformance.spec.layout import Layout
+from conformance.spec.precision import PRECISIONS, PrecisionName
+from conformance.spec.scenario import load_scenario
+from conformance.worker.evidence import ENGINE, Watch
+from conformance.worker.operators import engine_product_error
+from impl.faults.float8 import FLOAT8_FAULTS
+from impl.megatron.float8 import RECIPES, float8_refused
+from impl.megatron.model_config import read_shape, stages
+
+GPUS = torch.cuda.device_count()
+NAMES = [fault.name for fault in FLOAT8_FAULTS if "megatron" in fault.cells.layouts]
+
+
+def cell(layout: str, precision: PrecisionName = "fp32", *faults: str, scenario: str = "sft-packed") -> Cell:
+    file = FIXTURES / "scenarios" / f"{scenario}.toml"
+    found = load_scenario(file, model=with_skeleton("models/llama-even"), precision=precision)
+    return Cell.single(
+        scenario=replace(found, steps=2), backend=BACKENDS["megatron"], layout=Layout.parse(layout), faults=faults
+    )
+
+
+@pytest.mark.parametrize(
+    ("scenario", "layout", "precision", "changes", "advice"),
+    [
+        ("sft-packed", "dp2.fp8tensor", "fp32", {}, "use te with fp8tensor, fp8delayed, fp8block, or fsdp2"),
+        ("sft-packed", "dp2.te.fp8row", "fp32", {}, "use te with fp8tensor, fp8delayed, fp8block, or fsdp2"),
+        ("grpo", "dp2.te.fp8tensor", "bf16", {}, "supervised fine-tuning without adapters"),
+        ("sft-packed", "dp2.te.fp8tensor", "fp16", {}, "use bf16"),
+        ("sft-packed", "dp2.tp2.te.fp8block", "fp32", {}, "only dp and zero are built .*; leave other axes out"),
+        ("sft-packed", "dp2.te.fp8tensor.ckpt", "fp32", {}, "ckpt is not built into this backend beside fp8tensor"),
+        ("sft-packed", "dp2.te.fp8block", "fp32", {"ffn": 56}, "multiples of 16, .* has intermediate_size=56; use"),
+        ("sft-packed", "dp2.te.fp8block", "fp32", {"fused": True}, "keeps apart only; leave it out"),
+        ("sft-packed", "dp2.te.fp8block", "fp32", {"qkv_bias": True}, "biases in float32 to bfloat16; use bf16"),
+        ("sft-packed", "dp2.te.fp8block", "bf16", {"qkv_bias": True}, ""),
+        ("sft-packed", "dp2.te.fp8tensor.fp8ends", "fp32", {}, "the model has no other; leave it out"),
+        ("sft-packed", "dp2.te.fp8delayed.fp8ends", "fp32", {}, "leave fp8ends out, or use fp8tensor"),
+        ("sft-packed", "dp2.zero1.te.fp8tensor.overlap", "fp32", {}, ""),
+        ("sft-packed", "dp2.te", "fp32", {"ffn": 56}, ""),
+    ],
+)
+def test_refusals_name_the_way_out(
+    scenario: str, layout: str, precision: PrecisionName, changes: dict[str, Any], advice: str
+) -> None:
+    shape = replace(read_shape(FIXTURES / "models" / "llama-even"), **changes)
+    asked = cell(layout, precision, scenario=scenario)
+    found = float8_refused(asked.scenario, asked.phases[0].layout, shape)
+    assert re.search(advice, found) if advice else not found
+
+
+def test_megatron_is_told_the_recipe() -> None:
+    from impl.megatron.gpt_model import transformer_config
+
+    shape = replace(read_shape(FIXTURES / "models" / "llama-even"), layers=3)
+    told = {}
+    for layout in ("dp2.te", *(f"dp2.te.{name}" for name in RECIPES), "dp2.te.fp8block.fp8ends"):
+        config = transformer_config(
+            shape, Layout.parse(layout), PRECISIONS["fp32"], stages(layers=shape.layers, pp=1, vpp=1)
+        )
+        told[layout.removeprefix("dp2.")] = (config.fp8, config.fp8_recipe, config.first_last_layers_bf16)
+        assert not config.fp8_param
+        assert not config.fp8_dot_product_attention
+    assert (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == (1, 1)
+    assert told == {
+        "te": (None, "delayed", False),
+        "te.fp8tensor": ("hybrid", "tensorwise", False),
+        "te.fp8delayed": ("hybrid", "delayed", False),
+        "te.fp8block": ("e4m3", "blockwise", False),
+        "te.fp8block.fp8ends": ("e4m3", "blockwise", True),
+    }
+    delayed = transformer_config(
+        shape, Layout.parse("dp2.te.fp8delayed"), PRECISIONS["fp32"], stages(layers=3, pp=1, vpp=1)
+    )
+    assert (delayed.fp8_margin, delayed.fp8_amax_history_len, delayed.fp8_amax_compute_algo) == (0, 4, "max")
+
+
+def test_a_convention_is_in_force_with_a_recipe_only() -> None:
+    (found,) = [one for one in BACKENDS["megatron"].load().conventions if type(one).__name__ == "Float8Products"]  # type: ignore[attr-defined]
+    assert found.in_cell(cell("dp2").scenario, Layout.parse("dp2.te")) is None
+    one = found.in_cell(cell("dp2").scenario, Layout.parse("dp2.te.fp8block"))
+    assert (one.recipe, one.engine, one.multiple, one.data_ranks, one.micro_batches) == ("fp8block", True, 16, 2, 3)
+
+
+def drawn(*shape: int) -> Tensor:
+    """Numbers of many sizes, so that some are too small for the scale of their block."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator) * torch.exp(4 * torch.randn(*shape, generator=generator))
+
+
+def with_one_scale(x: Tensor, *, keeps: str) -> Any:
+    """A tensor as TransformerEngine keeps it, of which it may drop either copy."""
+    scale = x.abs().max() / 448
+    data = (x / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    copies = {"_data": data if keeps != "_transpose" else None, "_transpose": data.T.contiguous()}
+    copies["_transpose"] = copies["_transpose"] if keeps != "_data" else None
+    return (
+        SimpleNamespace(**copies, _scale_inv=scale, _fp8_dtype="DType.kFloat8E4M3", size=lambda: x.shape),
+        data,
+        scale,
+    )
+
+
+def in_blocks(x: Tensor, *, square: bool) -> tuple[Any, Tensor, Tensor]:
+    """A tensor as TransformerEngine keeps it with scales of blocks, and the numbers along rows and along columns."""
+
+    def copy(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows, columns = x.shape
+        tiles = F.pad(x, (0, -columns % 128, 0, -rows % 128)).abs()
+        tiles = tiles.unflatten(1, (-1, 128)).amax(-1)  # (rows, blocks)
+        if square:
+            tiles = tiles.unflatten(0, (-1, 128)).amax(1)  # (blocks, blocks)
+        scales = torch.exp2(torch.ceil(torch.log2(tiles.clamp(min=1e-9) / 448)))
+        each = (scales.repeat_interleave(128, 0) if square else scales)[:rows].repeat_interleave(128, 1)[:, :columns]
+        data = (x / each).to(torch.float8_e4m3fn)
+        kept = scales[: rows if not square else None]
+        kept = kept if square else kept.T  # the side of rows is filled up to a multiple of 4
+        return data.view(torch.uint8), F.pad(kept, (0, -kept.shape[1] % 4)), data.double() * each
+
+    (data, scales, along_rows), (other, others, along_columns) = copy(x), copy(x.T)
+    kept = SimpleNamespace(
+        _rowwise_data=data,
+        _rowwise_scale_inv=scales,
+        _columnwise_data=other,
+        _columnwise_scale_inv=others,
+        _is_2D_scaled=square,
+        _fp8_dtype="DType.kFloat8E4M3",
+        size=lambda: x.shape,
+    )
+    return kept, along_rows, along_columns.T
+
+
+@pytest.mark.parametrize("keeps", ["both", "_data", "_transpose"])
+def test_a_product_with_scales_of_tensors_is_that_of_its_operands(keeps: str) -> None:
+    (x, a, s), (w, b, t) = with_one_scale(drawn(48, 64), keeps=keeps), with_one_scale(drawn(80, 64), keeps=keeps)
+    wide_x, wide_w = (data.view(torch.float8_e4m3fn).double() * scale for data, scale in ((a, s), (b, t)))
+    result = (wide_x @ wide_w.T).float()
+    if keeps != "_transpose":
+        assert engine_product_error(w, True, x, False, None, result) < 1e-6
+        assert engine_product_error(w, True, x, False, None, 1.02 * result) > 2.0**-7
+    (g, c, u) = with_one_scale(drawn(48, 80), keeps="both")
+    wide_g = c.view(torch.float8_e4m3fn).double() * u
+    assert engine_product_error(w, False, g, False, None, (wide_g @ wide_w).float()) < 1e-6
+    assert engine_product_error(x, False, g, True, None, (wide_g.T @ wide_x).float()) < 1e-6
+
+
+def test_a_product_with_scales_of_blocks_is_that_of_its_operands() -> None:
+    """Where an operand is multiplied along its columns, it is another cast."""
+    (x, x_rows, x_columns), (w, w_rows, w_columns) = (
+        in_blocks(drawn(272, 192), square=False),
+        in_blocks(drawn(336, 192), square=True),
+    )
+    g, g_rows, g_columns = in_blocks(drawn(272, 336), square=False)
+    assert torch.equal(w_rows, w_columns)
+    assert not torch.equal(x_rows, x_columns)
+    bias = drawn(336)
+    assert engine_product_error(w, True, x, False, bias, (x_rows @ w_rows.T + bias).float()) < 1e-6
+    assert engine_product_error(w, False, g, False, None, (g_rows @ w_columns).float()) < 1e-6
+    assert engine_product_error(x, False, g, True, None, (g_columns.T @ x_columns).float()) < 1e-6
+    assert engine_product_error(x, False, g, True, None, (g_columns.T @ x_rows).float()) > 1e-4
+
+
+def test_products_in_float8_are_counted_with_their_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x, a, s), (w, b, t) = with_one_scale(drawn(48, 64), keeps="both"), with_one_scale(drawn(80, 64), keeps="both")
+    product = (a.view(torch.float8_e4m3fn).double() * s) @ (b.view(torch.float8_e4m3fn).double() * t).T
+    rest = (None, None, None, bias := drawn(80), None, False, None)  # the bias is behind an output, a quantizer, a type
+    results = {False: product + bias, True: product}  # of a gradient the bias is an output
+
+    def gemm(a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any) -> list[Tensor]:
+        with torch._C._DisableTorchDispatch():
+            return [results[rest[-1]].float()]
+
+    library: Any = SimpleNamespace(generic_gemm=gemm)
+    monkeypatch.setitem(sys.modules, ENGINE, library)
+    for is_gradient in (False, True):
+        watch = Watch()
+        with watch.step():
+            library.generic_gemm(w, True, x, False, *rest, is_gradient)
+        assert (watch.float8, watch.engine) == (1, 1)
+        assert watch.float8_error < 1e-6
+        assert watch.linear == {"float32": 1}, "what the suite multiplies is not counted"
+
+
+def test_every_fault_has_a_place() -> None:
+    assert {catalogue()[name].cells.layouts["megatron"].rpartition(".")[2] for name in NAMES} == {*RECIPES}
+    refused = cell_of("megatron", "sft-packed", "llama", "dp2.te.fp8tensor", "fp32")
+    answer = BACKENDS["megatron"].load().supports(refused.scenario, refused.phases[0].layout)
+    assert "use another model" in str(answer)
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    per_gpu = 1 if GPUS > 1 else 2
+    gpus = shares_of(gpus_of_host()[:2], per_gpu)
+    config = SessionConfig(out=tmp_path_factory.mktemp("float8"), device="cuda", gpus=gpus, ranks_per_gpu=per_gpu)
+    with Session(config) as session:
+        yield session
+
+
+needs_engine = pytest.mark.skipif(
+    not (GPUS and is_installed("transformer-engine")), reason="needs TransformerEngine and a GPU"
+)
+
+
+@pytest.mark.exhaustive
+@needs_engine
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_conform(on_gpus: Session, recipe: str) -> None:
+    verdict = on_gpus.run(cell(f"dp2.te.{recipe}")).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.exhaustive
+@needs_engine
+@pytest.mark.parametrize("name", NAMES)
+def test_fault_is_caught_at_the_predicted_stage(on_gpus: Session, name: str) -> None:
+    verdict = on_gpus.run(cell(catalogue()[name].cells.layouts["megatron"], "fp32", name)).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", catalogue()[name].stage), verdict.reason
