@@ -38,6 +38,7 @@ from conformance.worker.operators import (
     Operator,
     collective_of,
     dtype_name,
+    engine_product_error,
     in_compiled_code,
     operator_of,
     product_error,
@@ -59,6 +60,7 @@ BY_CALLER = (
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", "no_sync"),
 )
 ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
+_BIAS, _GRADIENT = 3, 7  # arguments of ``generic_gemm`` behind the operands: a bias, and whether it is its gradient
 # Autograd functions of libraries' linear layers, which record no graph of the products inside of them: module, class.
 FUNCTIONS = (
     ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3"),
@@ -232,6 +234,12 @@ class Watch(EagerMode):
                 self._multiplying.add(self._pass())
             # The numbers of elements of three matrices, multiplied, are the square of the multiplications.
             self.work[phase] += math.isqrt(math.prod(a.size()) * math.prod(b.size()) * found[0].numel())
+            if hasattr(a, "_fp8_dtype") and hasattr(b, "_fp8_dtype"):
+                self.float8 += 1
+                bias = None if rest[_GRADIENT] else rest[_BIAS]  # which is an output in a backward pass
+                with self.reading():
+                    error = engine_product_error(a, flipped, b, b_flipped, bias, found[0])
+                self.float8_error = max(self.float8_error, error)
         return found
 
     @contextlib.contextmanager

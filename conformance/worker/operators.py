@@ -39,6 +39,7 @@ LINEAR = ("mm", "addmm", "linear", "_scaled_mm")  # the last one in float8
 _PRODUCTS = (*LINEAR, "bmm", "baddbmm")
 _LOOKUPS = ("embedding", "index")  # operators by which libraries look up the rows of an embedding
 _READ_WEIGHTS = ("mm", "addmm", "mul", "add")  # beside norms: operators that read a whole matrix or vector of a model
+_BLOCK = 128  # numbers of a block that TransformerEngine gives a scale
 _PART = 256  # rows and columns of a product in float8 that are multiplied again
 _OVERWRITE = ("zero_", "fill_")  # operators that read none of their tensor's numbers, as where gradients are cleared
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
@@ -138,11 +139,46 @@ def product_error(args: tuple[Any, ...], result: Tensor) -> float:
         return math.inf
     scale_a, scale_b = (scale if scale.numel() == 1 else scale[:_PART, :_PART] for scale in scales)
     wide_a, wide_b = a[:_PART].double() * scale_a, b[:, :_PART].double() * scale_b
-    bias = args[4][:_PART].double() if len(args) > 4 and args[4] is not None else torch.zeros_like(wide_b[0])
-    distance = (result[:_PART, :_PART].double() - wide_a @ wide_b - bias).abs()
-    magnitudes = wide_a.abs() @ wide_b.abs() + bias.abs()
+    return _distance(wide_a, wide_b, args[4] if len(args) > 4 else None, result)
+
+
+def _distance(a: Tensor, b: Tensor, bias: Tensor | None, result: Tensor) -> float:
+    """Returns how far the first rows and columns of a product are from a (M, K) times b (K, N) plus bias (N)."""
+    added = torch.zeros_like(b[0]) if bias is None else bias[:_PART].double()
+    distance = (result[:_PART, :_PART].double() - a @ b - added).abs()
+    magnitudes = a.abs() @ b.abs() + added.abs()
     error = float((distance / magnitudes.clamp(min=torch.finfo(torch.float64).tiny)).max())
     return math.inf if math.isnan(error) else error
+
+
+def engine_product_error(a: Any, flipped: bool, b: Any, b_flipped: bool, bias: Tensor | None, result: Tensor) -> float:
+    """Returns how far TransformerEngine's product of operands in float8 is from that of its operands.
+
+    A matrix in float8 is multiplied along its rows, so that another copy, the transposed one, is multiplied along its
+    columns. ``flipped``: the first operand is multiplied along its rows, and ``b_flipped``: the second along its
+    columns.
+    """
+    result = result.reshape(-1, result.shape[-1])
+    if not result.numel():
+        return 0.0
+    return _distance(_engine_rows(b, columns=b_flipped), _engine_rows(a, columns=not flipped).T, bias, result)
+
+
+def _engine_rows(x: Any, *, columns: bool) -> Tensor:
+    """Returns the first rows of what TransformerEngine multiplies, or the first columns as rows, in float64."""
+    has_blocks = not hasattr(x, "_scale_inv")
+    data = x._columnwise_data if has_blocks and columns else x._rowwise_data if has_blocks else x._data
+    if columns and not has_blocks:  # a tensor with one scale may have either copy
+        data = x._transpose if x._transpose is not None else data.reshape(-1, data.shape[-1]).T
+    dtype = torch.float8_e5m2 if "E5M2" in str(x._fp8_dtype) else torch.float8_e4m3fn
+    rows = (data.reshape(len(data), -1) if columns else data.reshape(-1, data.shape[-1]))[:_PART].view(dtype).double()
+    if not has_blocks:
+        whole: Tensor = rows * x._scale_inv
+        return whole
+    scales = x._columnwise_scale_inv if columns else x._rowwise_scale_inv
+    # Scales of blocks of rows are stored as columns; both are filled up to multiples of 4.
+    of_rows: Tensor = scales.repeat_interleave(_BLOCK, 0) if x._is_2D_scaled else scales.T
+    return rows * of_rows[: len(rows)].repeat_interleave(_BLOCK, 1)[:, : rows.shape[1]]
 
 
 def in_compiled_code() -> bool:
