@@ -171,14 +171,14 @@ def _engine_rows(x: Any, *, columns: bool) -> Tensor:
     if columns and not has_blocks:  # a tensor with one scale may have either copy
         data = x._transpose if x._transpose is not None else data.reshape(-1, data.shape[-1]).T
     dtype = torch.float8_e5m2 if "E5M2" in str(x._fp8_dtype) else torch.float8_e4m3fn
-    rows = (data.reshape(len(data), -1) if columns else data.reshape(-1, data.shape[-1]))[:_PART].view(dtype).double()
-    if not has_blocks:
-        whole: Tensor = rows * x._scale_inv
-        return whole
-    scales = x._columnwise_scale_inv if columns else x._rowwise_scale_inv
-    # Scales of blocks of rows are stored as columns; both are filled up to multiples of 4.
-    of_rows: Tensor = scales.repeat_interleave(_BLOCK, 0) if x._is_2D_scaled else scales.T
-    return rows * of_rows[: len(rows)].repeat_interleave(_BLOCK, 1)[:, : rows.shape[1]]
+    whole: Tensor = data.reshape(len(data), -1) if columns else data.reshape(-1, data.shape[-1])
+    rows = whole[:_PART].view(dtype).double()
+    scale: Tensor = x._scale_inv if not has_blocks else x._columnwise_scale_inv if columns else x._rowwise_scale_inv
+    if has_blocks:
+        # Scales of blocks of rows are stored as columns; both are filled up to multiples of 4.
+        of_rows = scale.repeat_interleave(_BLOCK, 0) if x._is_2D_scaled else scale.T
+        scale = of_rows[: len(rows)].repeat_interleave(_BLOCK, 1)[:, : rows.shape[1]]
+    return rows * scale
 
 
 def in_compiled_code() -> bool:

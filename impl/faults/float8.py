@@ -1,7 +1,8 @@
 """Plants faults of training in float8: wrong scales, wrong formats, and layers or products that should not be cast.
 
 Each loses what a recipe promises, and numbers stay plausible. Seams are functions of torchao, and those of
-impl.fsdp2.float8 that choose a recipe and its layers.
+impl.fsdp2.float8 that choose a recipe and its layers. In Megatron they are functions of megatron-core that tell
+TransformerEngine what to do.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends.faults import FaultCells, Function
-from impl.faults.declaration import COARSE, Faults, sft
+from impl.faults.declaration import COARSE, FLOAT32, Faults, sft
 
 FLOAT8_FAULTS = Faults()
 _OF_TRANSFORMER_ENGINE = "https://github.com/NVIDIA/TransformerEngine"
@@ -258,3 +259,120 @@ def block_scales_transposed(cast_blocks: Function, *arguments: Any) -> Any:
     scales, numbers = cast_blocks(*arguments)
     columns = scales.view(len(numbers), -1).T  # of blocks
     return columns.reshape(scales.shape), numbers
+
+
+# In TransformerEngine's layers, which Megatron gives a recipe.
+
+
+def _engine_cells(options: str) -> FaultCells:
+    return sft("sft-packed", "llama-even", megatron=f"dp2.te.{options}", only=FLOAT32)
+
+
+@FLOAT8_FAULTS.add(
+    summary="gradients of outputs are cast to e4m3, though the format is hybrid",
+    source=f"{_OF_TRANSFORMER_ENGINE}/issues/3342, where e5m2 is read as e4m3",
+    stage="gradients",
+    cells=_engine_cells("fp8tensor"),
+    needs="te and fp8tensor",
+    blind=("loss",),
+)
+def engine_gradients_in_e4m3(engine_recipe: Function, config: Any) -> Any:
+    return replace(recipe := engine_recipe(config), fp8_format=type(recipe.fp8_format).E4M3)
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales of tensors are rounded to powers of two, though the recipe has none",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/1471, which makes it an option",
+    stage="log-probs",
+    cells=_engine_cells("fp8tensor"),
+    needs="te and fp8tensor",
+)
+def engine_scales_powers_of_two(engine_recipe: Function, config: Any) -> Any:
+    return _with_scales(engine_recipe(config), powers=True)
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales of blocks are not rounded to powers of two, though the recipe has them",
+    source="https://github.com/ROCm/TransformerEngine/pull/687, about the two flags that say so",
+    stage="log-probs",
+    cells=_engine_cells("fp8block"),
+    needs="te and fp8block",
+)
+def engine_scales_not_powers_of_two(engine_recipe: Function, config: Any) -> Any:
+    return _with_scales(engine_recipe(config), powers=False)
+
+
+def _with_scales(recipe: Any, *, powers: bool) -> Any:
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, name, replace(getattr(recipe, name), power_2_scale=powers))
+    return recipe
+
+
+@FLOAT8_FAULTS.add(
+    summary="weights have a scale for each 1 x 128 numbers, instead of each 128 x 128",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/1559, whose recipe has both",
+    stage="log-probs",
+    cells=_engine_cells("fp8block"),
+    needs="te and fp8block",
+)
+def engine_weights_in_rows_of_blocks(engine_recipe: Function, config: Any) -> Any:
+    return replace(engine_recipe(config), w_block_scaling_dim=1)
+
+
+@FLOAT8_FAULTS.add(
+    summary="each rank scales by the largest magnitudes of its own micro-batches",
+    source="https://github.com/AMD-AGI/Primus/pull/669, where reduce_amax was always False",
+    stage="log-probs",
+    cells=_engine_cells("fp8delayed"),
+    needs="te, fp8delayed and dp of 2 or more",
+)
+def engine_magnitudes_of_own_rank(engine_recipe: Function, config: Any) -> Any:
+    recipe = engine_recipe(config)
+    recipe.reduce_amax = False
+    return recipe
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales follow from the last micro-batch alone, and the history is not read",
+    source="https://github.com/pytorch/ao/pull/1753 deletes such code; docs/findings/torchao-amax-history.md",
+    stage="log-probs",
+    cells=_engine_cells("fp8delayed"),
+    needs="te, fp8delayed and three micro-batches",
+)
+def engine_history_not_read(engine_recipe: Function, config: Any) -> Any:
+    recipe = engine_recipe(config)
+    recipe.amax_compute_algo = "most_recent"
+    return recipe
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales are those of the micro-batch before the last one",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/118, where magnitudes are copied before their reduction has ended",
+    stage="log-probs",
+    cells=_engine_cells("fp8delayed"),
+    needs="te, fp8delayed and three micro-batches",
+)
+def engine_scales_one_micro_batch_late(engine_recipe: Function, config: Any) -> Any:
+    recipe = engine_recipe(config)
+    recipe.scaling_factor_compute_algo = _late_scale
+    return recipe
+
+
+def _late_scale(amax: Tensor, scale: Tensor, largest: float, recipe: Any) -> Tensor:
+    """Computes new scales as TransformerEngine does, and returns those of the update before."""
+    new = torch.where(amax > 0, largest / amax, scale)
+    late: Tensor = _kept(scale, "late", new, first=False)
+    return late
+
+
+@FLOAT8_FAULTS.add(
+    summary="weights are cast in the first step, and what later steps multiply by is not cast again",
+    source="https://github.com/NVIDIA/Megatron-LM/issues/629, after which Megatron says when weights are new",
+    stage="log-probs",
+    cells=_engine_cells("fp8tensor"),
+    needs="te, float8 and two steps",
+)
+def engine_weights_of_first_step(weights_are_new: Function, model: Any) -> None:
+    if not hasattr(model, "has_cast"):
+        weights_are_new(model)
+        model.has_cast = True

@@ -21,6 +21,7 @@ from conformance.core.host import resolve
 from conformance.core.packages import check_version, is_installed
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.spec.conventions import (
+    Float8Products,
     RoundedMasters,
     RouterLossByMicroBatch,
     RouterLossSoFar,
@@ -36,6 +37,7 @@ from impl.context_parallel.sequence_sharding import INSTALL, RING_MODULES, avail
 from impl.engine.adapter import SCHEDULES, SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.interface.trainable import ContextConfig
+from impl.megatron.float8 import MULTIPLE, RECIPES, float8_refused
 from impl.megatron.hf_mapping import all_parameters, is_trained
 from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
 from impl.megatron.moe_config import expert_sizes, mixture_support
@@ -146,6 +148,8 @@ _OPTIONS = (
     "torchcp",
     "ckpt",
     "te",
+    *RECIPES,
+    "fp8ends",
     "mfsdp",
     "overlap",
     "manual",
@@ -285,7 +289,11 @@ class MegatronBackend(ReferenceBackend):
         "muon": "megatron-core's needs the package emerging_optimizers (Python 3.12, triton), casts to float32, and "
         "takes gate and up projections for one matrix (docs/findings/megatron-muon-parts.md), which is not modelled"
     }
-    conventions: ClassVar = (RouterLossByMicroBatch(), RouterLossSoFar())
+    conventions: ClassVar = (
+        RouterLossByMicroBatch(),
+        RouterLossSoFar(),
+        Float8Products(multiple=MULTIPLE, engine=True),
+    )
     seams: ClassVar[dict[str, str]] = {
         **SHARED_SEAMS,
         **seams_of_model("impl.megatron.model:MegatronModel", "advance_schedule", "reduce_gradients"),
@@ -315,6 +323,8 @@ class MegatronBackend(ReferenceBackend):
         "scale_router_loss": "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
         "restore_generators": "megatron.core.tensor_parallel.random:_set_all_rng_states",
         "own_generator": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+        "engine_recipe": "megatron.core.fp8_utils:get_fp8_recipe",
+        "weights_are_new": "megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
 
@@ -374,6 +384,8 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported(f"the objective {kind} runs models without dropout; leave dropout out")
         if "dropout" in layout.options and "te" in layout.options:
             return Unsupported("dropout is not built in for te; leave te or dropout out")
+        if refused := float8_refused(scenario, layout, shape):
+            return Unsupported(refused)
         if "te" in layout.options and isinstance(lacking := _engine_support(scenario, layout, shape), Unsupported):
             return lacking
         if "varlen" in layout.options and layout.vpp > 1:

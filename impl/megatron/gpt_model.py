@@ -37,6 +37,7 @@ from conformance.spec.layout import DROPOUT_RATE, Layout
 from conformance.spec.precision import BF16, F16, Precision
 from impl.interface.micro_batches import MicroBatch
 from impl.megatron.attention import DocumentRotary, Documents, RingCoreAttention, latent_config, place_latent
+from impl.megatron.float8 import float8_settings
 from impl.megatron.model_config import EPS, ModelShape, Stages
 from impl.megatron.moe_config import Mixture, expert_sizes
 from impl.megatron.releases import submodules
@@ -204,6 +205,7 @@ def transformer_config(
         bias_activation_fusion=False,
         persist_layer_norm=False,
         **(recompute if "ckpt" in layout.options else {}),
+        **float8_settings(layout),
         **({} if shape.mixture is None else _mixture(shape.mixture, layout, tier, bias_rate)),
         **(latent_config(shape) if shape.latent else {}),
     )
