@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import conformance
 from conformance.models.components import MixtureOfExperts
@@ -53,6 +54,8 @@ from conformance.spec.observables import OLD_ROUTING, POLICY, ROUTING, SHIFTED, 
 from conformance.spec.precision import PRECISIONS
 from conformance.spec.scenario import Scenario, scenario_to_json
 
+# Of attention on GPUs. cuDNN would plan anew for each length of a document: on an H200 60 to 80 ms, and again backward.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 NO_PASS = -1.0  # replaces an expert's number where the run ends before the pass
 
 
@@ -197,6 +200,7 @@ def run_oracle(
         settings = stack.enter_context(settings_of(precision_of_run(policy_name), device))
         if device != "cpu":
             stack.enter_context(torch.device(devices[0]))  # tokens have to be where the embedding is
+            stack.enter_context(sdpa_kernel(KERNELS))
         stack.enter_context(_tier(policy, models.values()))
         variant = variant_of(defects)
         roles, elements = scenario.objective.roles, elements_of(models)
