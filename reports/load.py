@@ -15,15 +15,15 @@ from typing import Any
 
 from conformance.core.errors import UsageError
 from conformance.core.io import Unreadable, read_end
-from conformance.records.header_checks import check_oracle, noise_runs
 from conformance.records.record_format import Lines, RecordError, read_lines
 from conformance.results.baseline import Outcome
 from conformance.results.changes import Since
 from conformance.results.requirements import TO
 from conformance.results.run_results import SUMMARY, Run, inside, outcomes_of, read_output_json, states_of
-from conformance.results.trust import CheckedCell, read_cells
+from conformance.results.trust import CheckedCell, check_oracle, read_cells
 from conformance.results.verdict import STATES, Quantity, RunVerdict, State
 from conformance.spec.layout import Layout
+from conformance.spec.precision import noise_runs
 
 _PACKAGE = Path(__file__).resolve().parent
 # Next to ``reports`` in a checkout, inside it in an installed wheel.

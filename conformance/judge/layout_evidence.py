@@ -35,8 +35,8 @@ from conformance.judge.step_evidence import (
 from conformance.judge.tolerance import Measurement
 from conformance.judge.work_evidence import mask_claims, not_proven, other_weights, work_claims
 from conformance.numerics.sketch import whole_shapes
-from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
+from conformance.results.trust import second_class
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.observables import CONFIGURATION, SKIPPED

@@ -17,14 +17,15 @@ from safetensors import SafetensorError
 
 from conformance.judge.measurements import is_lost
 from conformance.numerics.sketch import is_projected, key_of
-from conformance.records.header_checks import CHOICES, FLOAT64, check_cell, check_oracle, noise_runs, second_class
 from conformance.records.record_format import AGAIN, RecordError
 from conformance.records.step_tensors import Record, StepRecord, file_sha256, read_record
 from conformance.results.requirements import TO
-from conformance.spec.batch import Batch, read_batches
+from conformance.results.trust import check_cell, check_oracle, second_class
+from conformance.spec.batch import CHOICES, Batch, read_batches
 from conformance.spec.known_defects import Defect
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import ROUTING, Observable, is_unread
+from conformance.spec.precision import FLOAT64, noise_runs
 from conformance.spec.scenario import Scenario
 
 LAYOUT = "dp1"  # layout of the oracle, which is one process

@@ -48,7 +48,6 @@ from conformance.judge.tolerance import (
 )
 from conformance.numerics.sketch import is_part, is_projected
 from conformance.oracle.defects import variant_of
-from conformance.records.header_checks import noise_runs
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import NOT_SEEN, Quantity, State, Verdict
@@ -56,6 +55,7 @@ from conformance.spec.batch import Batch
 from conformance.spec.conventions import Convention
 from conformance.spec.known_defects import Defect, parse_defects
 from conformance.spec.observables import Observable, is_unread, stages
+from conformance.spec.precision import noise_runs
 
 
 def unobserved(

@@ -44,15 +44,15 @@ from conformance.oracle.step import (
     run_rollout_pass,
     with_columns,
 )
-from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, parts_of_run, precision_of_run
 from conformance.records.step_tensors import RecordWriter, file_sha256
+from conformance.runtime import RankContext
 from conformance.runtime.messages import mark
-from conformance.spec.batch import Batch, Column, Document, Row, expert_column, write_batches
-from conformance.spec.known_defects import Defect, defects_to_json
+from conformance.spec.batch import CHOICES, Batch, Column, Document, Row, expert_column, read_batches, write_batches
+from conformance.spec.known_defects import Defect, defects_to_json, parse_defects
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import OLD_ROUTING, POLICY, ROUTING, SHIFTED, SKIPPED, Role, model_key
-from conformance.spec.precision import PRECISIONS
-from conformance.spec.scenario import Scenario, scenario_to_json
+from conformance.spec.precision import FLOAT64, PRECISIONS, noise_runs, parts_of_run, precision_of_run
+from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
 # Of attention on GPUs. cuDNN would plan anew for each length of a document: on an H200 60 to 80 ms, and again backward.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -418,3 +418,32 @@ def _kept(model: Model, kind: str, tensors: Weights, above: float) -> dict[str, 
                 mark()
 
     return kept(named(), above=above)
+
+
+def run(
+    rank: RankContext,
+    *,
+    scenario: dict[str, Any],
+    models: dict[str, str],
+    batches: str,
+    out: str,
+    policy: str,
+    restarts: list[int],
+    merges: list[int],
+    defects: list[dict[str, Any]],
+    trusted: bool,
+) -> None:
+    """Calls ``run_oracle`` in a worker group of one rank, with arguments that are given as JSON values."""
+    rank.beat(policy)
+    run_oracle(
+        scenario=parse_scenario(scenario),
+        models={role: Path(folder) for role, folder in models.items()},
+        batches=read_batches(Path(batches)),
+        out=Path(out),
+        policy_name=policy,
+        restarts=restarts,
+        merges=merges,
+        defects=parse_defects(defects),
+        device=rank.device,
+        trusted=trusted,
+    )

@@ -16,7 +16,7 @@ from conformance.oracle.feed_forward import Routing
 from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import decoder_of
 from conformance.oracle.run import POLICIES
-from conformance.records.header_checks import FLOAT64
+from conformance.spec.precision import FLOAT64
 from conformance.spec.scenario import Scenario
 
 

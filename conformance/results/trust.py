@@ -4,6 +4,9 @@ A passing verdict needs complete records of the cell and of its oracle, and a qu
 each step at which it applies, for the same tensors at every step. Otherwise the cell is an infrastructure failure,
 whatever its file says (see docs/principles.md#9-incomplete-is-never-green). The command line and the reports both read
 cells with this module, so the exit code and the report agree. No tensor is read, because tensors may have been removed.
+
+Folders can be copied, swapped and renamed. So a record counts as a cell's only if its header names this cell, and as
+the oracle's only if its header names the oracle with the requested precision and defects.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +14,20 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from conformance.core.errors import UsageError
-from conformance.records.header_checks import FLOAT64, check_cell, check_oracle, second_class
+from conformance.core.errors import UsageError, shown
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
 from conformance.results.bisection import Bisection, read_bisection
 from conformance.results.run_results import Entry, Run, inside, read_run
 from conformance.results.verdict import NO_FAULT, STATES, Quantity
 from conformance.spec.conventions import of_oracle
-from conformance.spec.known_defects import defects_of
+from conformance.spec.known_defects import Defect, defects_of, defects_to_json
 from conformance.spec.observables import Observable, is_unread
+from conformance.spec.precision import FLOAT64
 
 AGAIN = "Run it again."
+ORACLE = "oracle"  # the name of both the cell and the backend in the headers of the oracle's records
 
 
 def distrust_reason(entry: Entry, phases: Sequence[Lines], oracle: Lines | None) -> str:
@@ -85,6 +90,43 @@ def _not_shown(quantities: Sequence[Quantity], observables: Sequence[Observable]
 def _lost(observable: Observable, line: Line) -> bool:
     """Whether the observable has no value at this step because the update was skipped."""
     return bool(observable.lost_if and line.get("values", {}).get(observable.lost_if))
+
+
+def check_cell(folder: Path, header: Line, *, cell: str) -> None:
+    """Raises RecordError if the record in ``folder`` does not belong to ``cell``."""
+    if (found := header.get("cell")) != cell:
+        raise RecordError(
+            f"{folder} is a record of {found or 'an unnamed cell'} and not of {cell}: folders were mixed up; "
+            f"put the cell's own record there, or run the cell again"
+        )
+
+
+def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[Defect, ...] = ()) -> None:
+    """Raises RecordError if the record in ``folder`` is not the oracle's with this precision and these defects."""
+    backend = header.get("backend", {})
+    found = header.get("cell"), backend.get("name"), backend.get("precision")
+    if found != (ORACLE, ORACLE, precision):
+        what = f"one of {found[0]} in {found[2]}" if found[0] == ORACLE else f"a record of {found[0] or 'nothing'}"
+        raise RecordError(
+            f"{folder} should be the oracle's record in {precision}, and is {what}: folders were mixed up; run the "
+            f"cell again"
+        )
+    if backend.get("defects") != (requested := defects_to_json(defects)):
+        observed = _describe(backend["defects"]) if "defects" in backend else "an unknown list of defects"
+        raise RecordError(
+            f"{folder} should be the oracle's record with {_describe(requested)}, and is one with {observed}: "
+            f"folders were mixed up; run the cell again"
+        )
+
+
+def _describe(defects: Any) -> str:
+    return shown(defects) if defects else "no defect"
+
+
+def second_class(header: Line) -> object:
+    """Returns whose implementation computed an oracle's record with this header; empty for the suite's own oracle."""
+    resolved = header.get("resolved")
+    return resolved.get("second_class", "") if isinstance(resolved, dict) else ""
 
 
 ReadLines = Callable[[Path], tuple[Lines | None, str]]

@@ -17,7 +17,6 @@ from conformance.judge.rejudge import combine
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import is_large
 from conformance.oracle.role_model import is_routed
-from conformance.records.header_checks import FLOAT64
 from conformance.results.bisection import BISECTION, Bisected
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Verdict
@@ -30,6 +29,7 @@ from conformance.spec.conventions import Conventions, of_oracle
 from conformance.spec.known_defects import Known, defects_of
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import Observable
+from conformance.spec.precision import FLOAT64
 
 TRACED = "traced"  # in a cell's folder, while it is bisected
 

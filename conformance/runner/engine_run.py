@@ -34,7 +34,6 @@ from conformance.models.folders import SINGLE, weight_shapes
 from conformance.oracle.feed_forward import published
 from conformance.oracle.primitives import Weights
 from conformance.oracle.scoring import Reference, Scores
-from conformance.records.header_checks import FLOAT64, noise_runs
 from conformance.records.record_format import RecordError
 from conformance.runner.engine_rollouts import (
     NEW_TOKENS,
@@ -45,6 +44,7 @@ from conformance.runner.engine_rollouts import (
     judge_sampling,
 )
 from conformance.spec.batch import Batch
+from conformance.spec.precision import FLOAT64, noise_runs
 from conformance.spec.scenario import ADAPTER, FILE_PREFIX, WEIGHTS_FILE, Scenario, is_adapter
 
 DOCUMENTS, SHORTEST = 6, 4  # and the least tokens of each

@@ -45,12 +45,13 @@ from conformance.models.synthetic import is_large
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
 from conformance.oracle.run import POLICIES
-from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, parts_of_run
 from conformance.records.record_format import RECORD_FILE, RecordError
 from conformance.records.step_tensors import file_sha256, read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.leased_slots import Lanes
+from conformance.spec.batch import CHOICES
 from conformance.spec.known_defects import Defect, defects_to_json
+from conformance.spec.precision import FLOAT64, noise_runs, parts_of_run
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 
 logger = logging.getLogger(__name__)
@@ -67,11 +68,11 @@ COMPUTED_WITH = (
     *("core/io.py", "models/components.py", "models/declarations.py", "models/families.py", "models/folder_checks.py"),
     *("models/folders.py", "models/hf_config.py"),
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
-    *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
+    *("records/record_format.py", "records/step_tensors.py"),
     *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
     *("spec/observables.py", "spec/offline.py", "spec/precision.py", "spec/scenario.py"),
 )
-PRELOAD = ("conformance.oracle.worker", "transformers")  # which reads the configuration
+PRELOAD = ("conformance.oracle.run", "transformers")  # which reads the configuration
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
 
 
@@ -276,7 +277,7 @@ class Oracles:
         run = partial(
             (leased or self._pool).run,
             key="oracle",
-            task="conformance.oracle.worker:run",
+            task="conformance.oracle.run:run",
             kwargs={
                 "scenario": scenario_to_json(cell.scenario.reference),
                 "models": {role: str(folder) for role, folder in inputs.models.items()},

@@ -31,7 +31,6 @@ from conformance.core.host import HostResources, available_memory
 from conformance.matrix.cell import Cell, Phase
 from conformance.matrix.options import Ranks
 from conformance.models.synthetic import is_large
-from conformance.records.header_checks import noise_runs
 from conformance.results.verdict import Verdict
 from conformance.runner.environment import model_sizes
 from conformance.runner.resource_estimate import (
@@ -56,6 +55,7 @@ from conformance.runtime.worker_groups import check_host
 from conformance.spec.conventions import KNOWN, AnyConvention, Conventions, in_cell
 from conformance.spec.known_defects import Known
 from conformance.spec.observables import Role
+from conformance.spec.precision import noise_runs
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import is_large, shapes_of
 from conformance.numerics.sketch import numbers_kept, sketched_above
 from conformance.oracle.role_model import Decoder, decoder_of
-from conformance.records.header_checks import FLOAT64, noise_runs
 from conformance.runtime import Device
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import FLOAT64, PrecisionName, noise_runs
 from conformance.spec.scenario import Scenario
 
 FLOAT64_BYTES = 8  # of the oracle

@@ -25,7 +25,6 @@ from conformance.models.synthetic import is_large, is_sketched, is_without_weigh
 from conformance.numerics.determinism import one_thread
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import decoder_of
-from conformance.records.header_checks import FLOAT64
 from conformance.results.bisection import Bisected
 from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
 from conformance.runner.attempt import CellRunner, Expectations, JudgedCell, expected_of_none
@@ -47,6 +46,7 @@ from conformance.runner.result_writer import ResultWriter
 from conformance.runtime.gpu_inventory import ActivityMeter
 from conformance.runtime.gpu_leases import unleased_use
 from conformance.spec.conventions import Conventions
+from conformance.spec.precision import FLOAT64
 
 logger = logging.getLogger(__name__)
 TOKENIZERS = "transformers.models.auto.tokenization_auto"  # most of the time until the first inputs are prepared

@@ -18,6 +18,7 @@ OF_INPUTS = "token."  # prefix of a column whose numbers belong to tokens as inp
 GIVEN = "given_reward"  # column of what tokens earn besides the reward of their response
 KEPT = "sampling_mask."  # prefix of columns: 1 + a token that the sampler kept where it drew a target; 0 for none
 EXPERTS = f"{OF_INPUTS}expert."  # prefix of each expert_column
+CHOICES = "choices.safetensors"  # in the folder of an oracle run: the frozen batches with the choices of its routers
 # Columns of documents with images. IMAGE: 1 where an image token stands. GRID: patches of an image by time, height and
 # width, at its first token. PIXEL, a prefix: the numbers of pixel_values that belong to an image token, in their order.
 IMAGE, PIXEL = f"{OF_INPUTS}image", f"{OF_INPUTS}pixel."

@@ -1,4 +1,5 @@
-"""Lists the precisions that a scenario can have, and every fact that other modules need about a precision.
+"""Lists the precisions that a scenario can have, every fact that other modules need about a precision, and the oracle
+runs by which a cell of it is judged.
 
 To add a precision, add a name to ``PrecisionName`` and a row to ``PRECISIONS``. No other module has a table of
 precisions. An adapter changes only if its library needs another setting for the precision.
@@ -95,3 +96,31 @@ PRECISIONS: Mapping[PrecisionName, Precision] = {
     )
 }
 HALF_PRECISIONS = tuple(name for name, precision in PRECISIONS.items() if precision.is_half)
+FLOAT64 = "float64"  # the oracle run that cells are compared with
+OF_RANKS = "-dp"  # in the name of a run, before the number of data-parallel ranks
+
+
+def noise_runs(precision: str, data_ranks: int | None = None) -> tuple[str, ...]:
+    """Names the oracle runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
+
+    The first run uses torch's fused attention kernel. The second run uses the plain formula, except in passes before
+    the first update of a rollout; it is only made if a cell differs by the first run. A backend uses one of the two.
+    On a CPU there is a second run in half precision for each number of ``data_ranks`` of a cell, because rounding
+    depends on the rows whose embeddings a rank adds up (conformance.oracle.primitives.OneLookup). On a GPU, where it
+    does not, ``data_ranks`` is None.
+    """
+    tier = next((tier for name, tier in PRECISIONS.items() if name == precision and not tier.is_exact), None)
+    if not tier:
+        return ()
+    return precision, f"{precision}-plain" + (f"{OF_RANKS}{data_ranks}" if tier.is_half and data_ranks else "")
+
+
+def parts_of_run(run: str) -> tuple[str, int]:
+    """Returns the name of a run without its number of data-parallel ranks, and this number."""
+    name, _, ranks = run.partition(OF_RANKS)
+    return name, int(ranks or 1)
+
+
+def precision_of_run(run: str) -> PrecisionName:
+    """Returns the precision in which the oracle computes this run."""
+    return next(name for name in PRECISIONS if parts_of_run(run)[0] in (noise_runs(name) or (FLOAT64,)))

@@ -14,11 +14,10 @@ from cells import MICRO_BATCHES, STEPS, assert_honest, cell_of, exhaustive, reco
 
 from conformance.backends.protocol import Supported, Unsupported
 from conformance.core.host import FIXTURES
-from conformance.records.header_checks import noise_runs
 from conformance.runner.session import Session
 from conformance.spec.known_defects import LostEmbeddingGradient, defects_of
 from conformance.spec.layout import Layout
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import PrecisionName, noise_runs
 from impl.fsdp2.adapter import EXPECTED, Fsdp2Backend
 from impl.fsdp2.pipeline import Pipeline
 from impl.models.loading import load_model

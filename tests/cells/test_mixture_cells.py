@@ -9,12 +9,11 @@ from cells import BACKENDS, ROWS, STEPS, assert_honest, cell_of, exhaustive, rec
 
 from conformance.backends.protocol import BackendEntry, Unsupported
 from conformance.matrix.cell import Cell, Handover
-from conformance.records.header_checks import CHOICES, FLOAT64
 from conformance.runner.phases import group_config
 from conformance.runner.session import Session
-from conformance.spec.batch import expert_column, read_batches
+from conformance.spec.batch import CHOICES, expert_column, read_batches
 from conformance.spec.layout import Layout
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import FLOAT64, PrecisionName
 from impl.megatron.adapter import MegatronBackend
 
 EXPERTS = 8  # of each router of qwen3-moe

@@ -19,9 +19,9 @@ from rl_fault_cells import (
 
 from conformance.backends.faults import catalogue
 from conformance.matrix.cell import Cell
-from conformance.records.header_checks import FLOAT64
 from conformance.records.step_tensors import read_record
 from conformance.runner.session import Session
+from conformance.spec.precision import FLOAT64
 from impl.faults.catalogue import RL_FAULTS
 from impl.faults.declaration import RL_LAYOUTS, with_program
 

@@ -28,7 +28,6 @@ from conformance.judge.verdict import judge, judge_folders
 from conformance.oracle.loss_terms import Term, importance
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions
 from conformance.oracle.preferences import DistillationFunctions, PreferenceFunctions
-from conformance.records.header_checks import noise_runs
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import NO_FAULT
@@ -38,6 +37,7 @@ from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, Ppo, all_observables
 from conformance.spec.observables import POLICY, distance_of
 from conformance.spec.offline import PAIR, SIDE, Distillation, Dpo
+from conformance.spec.precision import noise_runs
 
 F64 = torch.float64
 TOTALS = {"token_count": 1.0, "sequence_count": 1.0}

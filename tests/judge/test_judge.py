@@ -14,10 +14,10 @@ from conformance.judge.measurements import _of_parts
 from conformance.judge.tensor_views import Lazy
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.judge.verdict import judge, judge_folders
-from conformance.records.header_checks import noise_runs
 from conformance.results.verdict import Verdict
 from conformance.spec.objectives import Ppo, all_observables
 from conformance.spec.observables import stages
+from conformance.spec.precision import noise_runs
 
 
 def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> None:

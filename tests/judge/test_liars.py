@@ -9,11 +9,10 @@ from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
 from conformance.matrix.cell import Cell, Handover, Phase
-from conformance.records.header_checks import noise_runs
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.observables import AGAINST_REBUILT
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import PrecisionName, noise_runs
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

@@ -17,12 +17,11 @@ from conformance.judge.measurements import _of_terms, _Start, _step
 from conformance.judge.tensor_views import StepViews
 from conformance.oracle.policy_gradient import GrpoFunctions
 from conformance.oracle.run import run_oracle
-from conformance.records.header_checks import noise_runs
 from conformance.records.step_tensors import read_record
 from conformance.spec.batch import Document, read_batches
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import REFERENCE_KL, Grpo, terms_of
-from conformance.spec.precision import PRECISIONS
+from conformance.spec.precision import PRECISIONS, noise_runs
 
 TOKENS = 400
 

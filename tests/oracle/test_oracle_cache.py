@@ -21,13 +21,12 @@ from conformance.core.host import cache_folder, resolve
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell, Phase
 from conformance.oracle.run import POLICIES
-from conformance.records.header_checks import noise_runs
 from conformance.records.step_tensors import read_record
 from conformance.runner.oracle_jobs import COMPUTED_WITH, Oracles, _cache_key, prune
 from conformance.spec.batch import read_batches, write_batches
 from conformance.spec.conventions import RoundedMasters
 from conformance.spec.known_defects import DividedGradients
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import PrecisionName, noise_runs
 
 
 def cell(precision: PrecisionName = "exact", layout: str = "dp1", **changes: Any) -> Cell:

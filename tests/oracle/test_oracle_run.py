@@ -26,13 +26,12 @@ from conformance.oracle.loss_terms import target_logprobs, target_positions
 from conformance.oracle.optimizer import global_norm
 from conformance.oracle.primitives import Weights
 from conformance.oracle.run import POLICIES, policy_of, run_oracle
-from conformance.records.header_checks import noise_runs
 from conformance.records.step_tensors import Record, StepRecord, read_record
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.known_defects import Defect, DividedGradients
 from conformance.spec.objectives import Objective
 from conformance.spec.offline import Sft
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import PrecisionName, noise_runs
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig, scenario_to_json
 
 PANGU = FIXTURES / "models" / "pangu"

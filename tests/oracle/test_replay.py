@@ -11,10 +11,9 @@ from conformance.core.host import FIXTURES
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.judge.provenance import read_choices
 from conformance.oracle.run import NO_PASS, run_oracle
-from conformance.records.header_checks import CHOICES
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record, read_record
-from conformance.spec.batch import EXPERTS, Batch, Document, Row, expert_column, read_batches, write_batches
+from conformance.spec.batch import CHOICES, EXPERTS, Batch, Document, Row, expert_column, read_batches, write_batches
 from conformance.spec.scenario import Scenario, load_scenario
 from impl.engine.trainer import RolloutColumns, Rollouts
 from impl.interface.micro_batches import collate

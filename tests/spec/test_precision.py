@@ -10,9 +10,15 @@ from cells import cell_of, exhaustive
 
 from conformance.oracle.primitives import Policy
 from conformance.oracle.run import POLICIES
-from conformance.records.header_checks import noise_runs, precision_of_run
 from conformance.runner.session import Session
-from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, FloatFormat, PrecisionName
+from conformance.spec.precision import (
+    HALF_PRECISIONS,
+    PRECISIONS,
+    FloatFormat,
+    PrecisionName,
+    noise_runs,
+    precision_of_run,
+)
 
 FORMATS = {number_format for tier in PRECISIONS.values() for number_format in (tier.compute, tier.master)}
 

@@ -21,8 +21,8 @@ import torch
 from run_sample import CELLS, EXACT, FOLDERS, FP32, JUDGED, ORACLE, OTHER, RESUMED, record_folders
 from safetensors.torch import load_file, save_file
 
-from conformance.records.header_checks import noise_runs
 from conformance.records.record_format import RECORD_FILE, record_digest
+from conformance.spec.precision import noise_runs
 
 Values = dict[str, Any]
 NOISE = tuple(f"{ORACLE}/{run}" for run in noise_runs("fp32"))

@@ -13,11 +13,10 @@ from side_sample import SCENARIO, STEPS, write_oracle, write_record
 
 from conformance.judge.rejudge import rejudge
 from conformance.judge.side_by_side import write_side_by_side
-from conformance.records.header_checks import noise_runs
 from conformance.results.run_results import Entry, cell_summary, write_summary
 from conformance.results.verdict import State, Verdict
 from conformance.spec.objectives import all_observables
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import PrecisionName, noise_runs
 
 EXACT = "sft-tiny/pangu/fsdp2/dp2/exact"
 OTHER = "sft-tiny/pangu/megatron/tp2/exact"

@@ -16,15 +16,16 @@ from conformance.core.errors import UsageError
 from conformance.judge.side_by_side.agreement import ORACLE, agreement
 from conformance.judge.side_by_side.distances import Bounds, column_of, compare_lines, compare_tensors
 from conformance.numerics.determinism import one_thread
-from conformance.records.header_checks import FLOAT64, check_cell, check_oracle
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.run_results import Entry, inside, read_run
 from conformance.results.side_by_side import Difference, Group, Member, Pair, read_groups, write_groups
+from conformance.results.trust import check_cell, check_oracle
 from conformance.results.verdict import NOT_SEEN
 from conformance.spec.conventions import of_oracle
 from conformance.spec.known_defects import defects_of
 from conformance.spec.observables import Observable, columns
+from conformance.spec.precision import FLOAT64
 
 # The differences of two records by column; a record is named by its cell and the digests of its phases. A record alone
 # has its differences from the oracle, if it was judged by an oracle with conventions.
