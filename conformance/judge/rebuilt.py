@@ -29,7 +29,7 @@ from conformance.judge.tolerance import EXACT, NOISE_FACTOR, NORM_ROUNDINGS, ROU
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.loss_terms import divergence
-from conformance.oracle.optimizer import AdamW, Muon, clip_factor, make_optimizer
+from conformance.oracle.optimizer import AdamW, Muon, clip_factor, make_optimizer, stacked
 from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.objectives import REFERENCE_KL, PolicyGradient
@@ -146,9 +146,12 @@ def rebuilt_updates(
     for key in dict.fromkeys(o.key for o in declared):
         steps = list(_steps(phases, oracle, scenario, [o for o in declared if o.key == key]))
         clipped: dict[int, dict[str, _Clipped]] = defaultdict(dict)
-        # One parameter at a time, so that only one optimizer state is in memory.
-        for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
-            yield from _of_tensor(name, steps, scenario, variant, clipped)
+        names = dict.fromkeys(name for step in steps for name in step.after.tensors)
+        trained = {name for step in steps for name in (*step.unread, *step.gradients.tensors)}
+        groups = {name: (name,) for name in names if name not in trained}
+        # One matrix at a time, so that only one optimizer state is in memory.
+        for matrix, parts in (groups | scenario.optimizer.matrices(name for name in names if name in trained)).items():
+            yield from _of_matrix(matrix, parts, steps, scenario, variant, clipped)
         for step in (step for step in steps if step.step in clipped):
             yield from _read_in_moments(step, clipped[step.step], scenario)
 
@@ -179,39 +182,49 @@ class _Step:
     of_norm: str
 
 
-def _of_tensor(
+def _of_matrix(
     name: str,
+    parts: Sequence[str],
     steps: Sequence[_Step],
     scenario: Scenario,
     variant: Variant,
     clipped: Mapping[int, dict[str, "_Clipped"]],
 ) -> Iterator[Measurement]:
-    """Goes through the steps of one parameter, from one weight that was read to the next. Adds its gradient that was
-    not read to ``clipped``, by step."""
+    """Goes through the steps of one parameter, or of the ``parts`` that are one matrix to its optimizer, from one
+    weight that was read to the next. Adds gradients that were not read to ``clipped``, by step."""
+
+    def whole(view: TensorView) -> torch.Tensor:
+        return stacked([view.elements[part] for part in parts]).double()
+
+    def has(view: TensorView) -> bool:
+        return all(part in view.tensors for part in parts)
+
     known, together = False, list[_Step]()
     for step in steps:
         if step.first:
-            dims = step.before.elements[name].ndim if name in step.before.tensors else 0
+            dims = step.before.elements[parts[0]].ndim if has(step.before) else 0
             optimizer, sizes = (make_optimizer(scenario.optimizer, name, dims, variant) for _ in range(2))
-            known, together = not (isinstance(optimizer, Muon) and name in step.before.samples), []
+            sampled_part = any(part in step.before.samples for part in parts)
+            known, together = not (isinstance(optimizer, Muon) and sampled_part), []
         if step.skipped:
-            if name in step.before.tensors and name in step.after.tensors:
-                yield _unchanged(step, name)
+            for part in parts:
+                if part in step.before.tensors and part in step.after.tensors:
+                    yield _unchanged(step, part)
         elif not (known := known and step.known):
             together = []
-        elif name in step.unread or name in step.gradients.tensors:
+        elif step.unread >= set(parts) or has(step.gradients):
             if not together:
-                start = weight = step.before.elements[name].double()
+                start = weight = whole(step.before)
                 moved, kept, draws = torch.zeros_like(weight), 1.0, list[torch.Tensor]()
             together.append(step)
             if step.unread:
-                if name not in step.first_moment.tensors or name not in step.after.tensors:
+                if not has(step.first_moment) or not has(step.after):
                     # Without momentum, SGD keeps nothing.
                     known, together = scenario.optimizer.name == "sgd" and not scenario.optimizer.momentum, []
                     continue
-                gradient = optimizer.gradient_of(name, step.first_moment.elements[name].double())
+                gradient = optimizer.gradient_of(name, whole(step.first_moment))
             else:
-                gradient = step.factor * step.gradients.elements[name].double()
+                gradient = step.factor * whole(step.gradients)
             weight = optimizer.step({name: weight}, {name: gradient}, step.lr)[name]
             moved = moved + sizes.size(gradient, name, step.lr)
             if isinstance(optimizer, Muon):
@@ -219,8 +232,8 @@ def _of_tensor(
                 if not scenario.tier.is_exact:
                     further = optimizer.half_errors(name, step.lr)
                     draws = [a + b for a, b in zip(draws, further, strict=True)] if draws else [*further]
-        if together and name in step.after.tensors:
-            first, rounding, after = together[0], scenario.tier.master.rounding, step.after.elements[name].double()
+        if together and has(step.after):
+            first, rounding, after = together[0], scenario.tier.master.rounding, whole(step.after)
             over = f" over steps {first.step} and {step.step}" if step is not first else ""
             at, errors = first, {}
             if step.unread and isinstance(optimizer, AdamW) and name in step.second_moment.tensors:
@@ -240,9 +253,15 @@ def _of_tensor(
             # The second moment tells whether the first one is right. Without it, weights do.
             error, bound = next(iter(errors.values()))
             if step.unread and error.max() <= bound:
-                if name not in step.first_moment.samples:
+                if not any(part in step.first_moment.samples for part in parts):
                     rounded = MOMENT_ROUNDINGS * rounding * sizes.gradient_rounding(name)
-                    clipped[step.step][name] = _clipped(step, name, gradient, rounded)
+                    rows = [len(step.after.elements[part]) for part in parts] if len(parts) > 1 else []
+                    pairs = (
+                        zip(gradient.split(rows), rounded.split(rows), strict=True) if rows else [(gradient, rounded)]
+                    )
+                    clipped[step.step] |= {
+                        part: _clipped(step, part, *pair) for part, pair in zip(parts, pairs, strict=True)
+                    }
             elif first.first and isinstance(optimizer, AdamW):  # whose first update does not depend on moments
                 at = step
             for rebuilt, (error, bound) in errors.items():
@@ -251,7 +270,7 @@ def _of_tensor(
                     tensor=rebuilt + over + AGAINST_REBUILT,
                     step=at.step,
                     error=finite(error.max().item()),
-                    where=_where(step, name, int(error.argmax()), after),
+                    where=_where(step, parts[0], int(error.argmax()), after),
                     fixed=bound,
                 )
             together = []
@@ -451,7 +470,7 @@ def _unchanged(step: _Step, name: str) -> Measurement:
 def _where(step: _Step, name: str, at: int, compared: torch.Tensor) -> str:
     """Returns the index in its weight of element ``at`` of the compared tensor, which may be a sample."""
     shape = step.after.shape_of(name, step.after.tensors[name])
-    if compared.shape == shape:
+    if compared.shape == shape or name not in step.after.samples:  # of parts, the index in the whole matrix
         return place(at, compared)
     height, width = shape
     row, column = divmod(int(sampled(name, height, width, device=compared.device)[at]), width)

@@ -5,6 +5,7 @@ hide here as well. The conventions (clipping, weight decay, schedule, loss scale
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -113,16 +114,29 @@ class AdamW:
         return (moment.sqrt() - root).abs() / (root + eps)
 
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial of a Newton-Schulz step
-ITERATIONS = 5
+Steps = tuple[tuple[float, float, float], ...]  # the coefficients of each Newton-Schulz step
+COEFFICIENTS: dict[str, Steps] = {  # of the polynomial of a step, and of the steps after it
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    # https://leloykun.github.io/ponder/muon-opt-coeffs/, as modded-nanogpt has them
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
 SMALLEST = 1e-7  # norm that a matrix is divided by
-# A step multiplies a singular value near 0 by the first coefficient, and so errors in directions that a gradient of few
-# tokens does not have.
-GAIN = COEFFICIENTS[0] ** ITERATIONS
 DRAWS = (1.0, 1.25, 1.5)  # factors by which other numbers are rounded
 
 
-def orthogonalized(matrix: torch.Tensor, *, half: bool, variant: Variant = HONEST) -> torch.Tensor:
+def newton_schulz_steps(config: OptimizerConfig) -> Steps:
+    """Returns the coefficients of the steps; after the last ones come the first ones again."""
+    of_steps = COEFFICIENTS[config.ns_coefficients]
+    return tuple(of_steps[step % len(of_steps)] for step in range(config.ns_steps))
+
+
+def orthogonalized(matrix: torch.Tensor, steps: Steps, *, half: bool, variant: Variant = HONEST) -> torch.Tensor:
     """Moves the singular values of a matrix near to 1 by Newton-Schulz steps X <- a X + (b X X' + c (X X')^2) X.
 
     This is the function of https://kellerjordan.github.io/posts/muon/. It begins with X = matrix / its Frobenius norm,
@@ -133,14 +147,18 @@ def orthogonalized(matrix: torch.Tensor, *, half: bool, variant: Variant = HONES
     def rounded(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.bfloat16).to(tensor.dtype) if half else tensor
 
-    a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = rounded(matrix.mT if is_tall else matrix)
     x = rounded(x / variant.momentum_divisor(rounded(x.norm()), SMALLEST))
-    for _ in range(ITERATIONS):
+    for a, b, c in steps:
         gram = rounded(x @ x.mT)
         x = rounded(a * x + rounded(b * gram + c * gram @ gram) @ x)
     return x.mT if is_tall else x
+
+
+def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the matrix whose rows are those of ``parts``, one after the other; a single part as it is."""
+    return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
 
 class Muon:
@@ -154,6 +172,7 @@ class Muon:
 
     def __init__(self, config: OptimizerConfig, variant: Variant = HONEST, *, half: bool) -> None:
         self._config, self._variant, self._half = config, variant, half
+        self._newton_schulz = newton_schulz_steps(config)
         self._momentum: Weights = {}
         self._directions: Weights = {}
         self._steps = 0
@@ -164,7 +183,7 @@ class Muon:
         for name in gradients:
             direction = self._directions[name]
             rate = lr * self._factor(direction.shape)
-            update = orthogonalized(direction, half=self._half, variant=self._variant)
+            update = orthogonalized(direction, self._newton_schulz, half=self._half, variant=self._variant)
             updated[name] = self.kept(lr) * weights[name] - rate * update
         return updated
 
@@ -183,22 +202,28 @@ class Muon:
 
     def _factor(self, shape: torch.Size) -> float:
         rows, columns = shape
-        if self._config.adjust_lr == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, columns))
+        if self._config.adjust_lr != "original":
+            return (0.2 if self._config.adjust_lr == "match_rms_adamw" else 1.0) * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
 
     def size(self, gradient: torch.Tensor, name: str, lr: float) -> torch.Tensor:
         """Steps with a gradient; returns the number that the relative rounding of the gradient is to be multiplied with
-        for the error of an element of the update."""
+        for the error of an element of the update.
+
+        A Newton-Schulz step multiplies a singular value near 0 by its first coefficient, and so errors in directions
+        that a gradient of few tokens does not have.
+        """
         self._add({name: gradient})
-        return torch.full_like(gradient, lr * self._factor(gradient.shape) * GAIN)
+        gain = math.prod(a for a, _, _ in self._newton_schulz)
+        return torch.full_like(gradient, lr * self._factor(gradient.shape) * gain)
 
     def half_errors(self, name: str, lr: float) -> list[torch.Tensor]:
         """Returns by how much rounding to bfloat16 moves the last update, as libraries do: in draws that differ in the
         size of the momentum, on which nothing else depends."""
         direction = self._directions[name]
-        rate, exact = lr * self._factor(direction.shape), orthogonalized(direction, half=False)
-        return [rate * (exact - orthogonalized(size * direction, half=True)) for size in DRAWS]
+        rate, steps = lr * self._factor(direction.shape), self._newton_schulz
+        exact = orthogonalized(direction, steps, half=False)
+        return [rate * (exact - orthogonalized(size * direction, steps, half=True)) for size in DRAWS]
 
     def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
         """Returns the gradient after whose step a parameter's momentum is ``moment``."""

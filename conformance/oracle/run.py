@@ -31,7 +31,7 @@ from conformance.numerics.sketch import kept, sketched_above
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.defects import variant_of
 from conformance.oracle.objectives import rollout_functions_of
-from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
+from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer, stacked
 from conformance.oracle.primitives import UNNAMED, UNNAMED_NORM, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import Decoder, bytes_needed, decoder_of, devices_for, is_routed
 from conformance.oracle.step import (
@@ -314,8 +314,8 @@ def _begin(scenario: Scenario, models: Sequence[Model], policy: Policy, variant:
     for model in (model for model in models if model.role.trained):
         half = policy.compute != torch.float64
         model.optimizers = {
-            name: make_optimizer(scenario.optimizer, name, model.weights[name].ndim, variant, half=half)
-            for name in model.trained
+            matrix: make_optimizer(scenario.optimizer, matrix, model.weights[parts[0]].ndim, variant, half=half)
+            for matrix, parts in scenario.optimizer.matrices(sorted(model.trained)).items()
         }
         model.updates = 0
         config = scenario.judged_loss_scale
@@ -375,23 +375,30 @@ def _train(
             if model.role.name in observed.shifted:
                 tensors[f"{model_key(prefix, SHIFTED)}/{EMBEDDING}"] = observed.shifted[model.role.name]
             factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
-            _update(model, gradients, factor, lr, is_last=step == scenario.steps - 1)
+            groups = scenario.optimizer.matrices(sorted(gradients))
+            _update(model, groups, gradients, factor, lr, is_last=step == scenario.steps - 1)
             tensors |= _kept(model, "weight", model.weights, above)
         writer.step(values, tensors, seconds=time.perf_counter() - step_started)
     return choices
 
 
-def _update(model: Model, gradients: Weights, factor: float, lr: float, *, is_last: bool) -> None:
-    """Updates the weights one after another.
+def _update(
+    model: Model, groups: Mapping[str, Sequence[str]], gradients: Weights, factor: float, lr: float, *, is_last: bool
+) -> None:
+    """Updates the weights one after another; ``groups``: those that are one matrix to their optimizer, by its name.
 
     Each gradient is dropped after use, and each optimizer state after the last step: together they may be several times
     as large as the model.
     """
-    for name in list(gradients):
-        gradient, optimizer = gradients.pop(name) * factor, model.optimizers[name]
-        model.weights[name] = optimizer.step({name: model.weights[name]}, {name: gradient}, lr)[name]
+    for matrix, parts in groups.items():
+        rows = [len(gradients[name]) for name in parts] if len(parts) > 1 else []
+        weight, gradient = (stacked([of[name] for name in parts]) for of in (model.weights, gradients))
+        for name in parts:
+            del gradients[name]
+        updated = model.optimizers[matrix].step({matrix: weight}, {matrix: gradient * factor}, lr)[matrix]
+        model.weights |= zip(parts, updated.split(rows) if rows else [updated], strict=True)
         if is_last:
-            del model.optimizers[name]
+            del model.optimizers[matrix]
     model.updates += 1
 
 

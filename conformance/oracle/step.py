@@ -104,7 +104,7 @@ FP16_LOSS_SCALE = 2.0**12
 class Model:
     """Holds the model of one role.
 
-    ``trained``: names of the parameters that get gradients. ``optimizers``: one for each of them. ``loss_scale``: None
+    ``trained``: names of the parameters that get gradients. ``optimizers``: by matrix. ``loss_scale``: None
     if it is not judged. ``updates``: counted by the schedule. ``z_loss``: the factor of the routers' z-loss.
     """
 

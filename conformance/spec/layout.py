@@ -64,7 +64,10 @@ AXES: Mapping[str, Term] = {
 }
 ZERO_STAGES: Mapping[int, Term] = {
     0: Term("nothing is sharded over data-parallel ranks", "DDP; FSDP NO_SHARD"),
-    1: Term("the optimizer state is sharded", "Megatron use_distributed_optimizer"),
+    1: Term(
+        "the optimizer state is sharded",
+        "Megatron use_distributed_optimizer, with Muon use_layer_wise_distributed_optimizer (whole parameters)",
+    ),
     2: Term("gradients are sharded as well", "FSDP SHARD_GRAD_OP"),
     3: Term("parameters are sharded as well", "FSDP FULL_SHARD"),
 }

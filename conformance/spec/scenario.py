@@ -56,6 +56,10 @@ FILE_PREFIX = "base_model.model."  # precedes the parameter's name in WEIGHTS_FI
 PARTS = ("lora_A", "lora_B")
 ALL_LINEAR = "all-linear"
 IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.\d+\.")  # in the name of a parameter
+_PARTS = {  # of fused matrices, in names of parameters
+    "qkv_proj": re.compile(r"(?<=\.)[qkv]_proj(?=\.weight$)"),
+    "gate_up_proj": re.compile(r"(?<=\.)(?:gate|up)_proj(?=\.weight$)"),
+}
 LINEAR = "_proj.weight"  # suffix of the names of linear layers inside a model's layers
 Size = Annotated[int, Field(strict=True, ge=1, le=2**16)]
 Target = Annotated[str, Field(pattern=r"^[\w.]+$", max_length=200)]
@@ -93,8 +97,12 @@ class OptimizerConfig:
     Muon (https://kellerjordan.github.io/posts/muon/) orthogonalizes the momentum of the matrices of a model's layers,
     with ``nesterov`` the momentum after one more step; AdamW updates all other parameters, with the same ``lr`` and
     ``weight_decay``. ``adjust_lr``: the factor of the update of a matrix (A, B), by torch's names: ``original`` is
-    sqrt(max(1, A / B)), ``match_rms_adamw`` is 0.2 sqrt(max(A, B)) (arXiv 2502.16982, equation 4). Both are None under
-    other optimizers, and without defaults under Muon, as ``momentum`` is.
+    sqrt(max(1, A / B)), ``match_rms_adamw`` is 0.2 sqrt(max(A, B)) (arXiv 2502.16982, equation 4), and ``spectral``,
+    Megatron's, is sqrt(max(A, B)). Both are None under other optimizers, and without defaults under Muon, as
+    ``momentum`` is. ``ns_steps`` and ``ns_coefficients``: the Newton-Schulz steps, torch's by default; ``quintic`` has
+    other coefficients at each step, and is Megatron's default. ``fused_matrices``: the projections that Muon takes for
+    one matrix, their rows one after the other, as Megatron does with ``gate_up_proj``, and with ``qkv_proj`` unless
+    muon_split_qkv is set. A model whose files have them as one matrix needs no such word.
     ``frozen``: shell patterns of Hugging Face parameter names that are not trained, in every model of the objective.
     """
 
@@ -107,7 +115,10 @@ class OptimizerConfig:
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e12)] | None = None
     frozen: tuple[str, ...] = ()
     nesterov: Flag | None = None
-    adjust_lr: Literal["original", "match_rms_adamw"] | None = None
+    adjust_lr: Literal["original", "match_rms_adamw", "spectral"] | None = None
+    ns_steps: Annotated[int, Field(strict=True, ge=1, le=20)] = 5
+    ns_coefficients: Literal["simple", "quintic"] = "simple"
+    fused_matrices: tuple[Literal["qkv_proj", "gate_up_proj"], ...] = ()
 
     def __post_init__(self) -> None:
         if self.name == "sgd" and self.weight_decay:
@@ -116,6 +127,10 @@ class OptimizerConfig:
             raise ValueError("adamw has betas instead of a momentum; use momentum=0, or sgd")
         if self.name != "muon" and (self.nesterov is not None or self.adjust_lr is not None):
             raise ValueError(f"nesterov and adjust_lr are settings of muon, not of {self.name}; leave them out")
+        if self.name != "muon" and (self.ns_steps, self.ns_coefficients, self.fused_matrices) != (5, "simple", ()):
+            raise ValueError(
+                f"ns_steps, ns_coefficients and fused_matrices are settings of muon, not of {self.name}; leave them out"
+            )
         if self.name == "muon" and (not self.momentum or self.nesterov is None or self.adjust_lr is None):
             raise ValueError(
                 "muon needs momentum, nesterov and adjust_lr; torch's defaults are momentum=0.95, nesterov=true and "
@@ -125,6 +140,19 @@ class OptimizerConfig:
     def orthogonalizes(self, name: str, dims: int) -> bool:
         """Tells whether Muon updates a parameter; AdamW updates embeddings, heads, vectors and stacked experts."""
         return self.name == "muon" and dims == 2 and bool(IN_LAYER.search(name))
+
+    def matrices(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Groups parameters that Muon takes for one matrix: its name, and its parts.
+
+        Every other parameter is a group of its own. The order of rows does not matter to orthogonalization.
+        """
+        found: dict[str, list[str]] = {}
+        for name in names:
+            matrix = name
+            for whole in self.fused_matrices:
+                matrix = _PARTS[whole].sub(whole, matrix)
+            found.setdefault(matrix, []).append(name)
+        return {matrix: tuple(sorted(parts)) for matrix, parts in found.items()}
 
     def trains(self, name: str) -> bool:
         """Tells whether a parameter of a trained model is trained."""

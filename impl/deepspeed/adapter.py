@@ -258,8 +258,14 @@ def _muon_support(scenario: Scenario, layout: Layout) -> str:
         )
     if "ownopt" not in layout.options:
         return "DeepSpeed builds Muon from its configuration; add the layout option ownopt, or use fsdp2 for torch's"
-    if not scenario.optimizer.nesterov or scenario.optimizer.adjust_lr != "original":
+    optimizer = scenario.optimizer
+    if not optimizer.nesterov or optimizer.adjust_lr != "original":
         return "DeepSpeed's Muon has Nesterov momentum, and the factor 'original' of the learning rate; set these"
+    if optimizer.fused_matrices or (optimizer.ns_steps, optimizer.ns_coefficients) != (5, "simple"):
+        return (
+            "DeepSpeed's Muon takes each parameter for a matrix, and has five Newton-Schulz steps of the coefficients "
+            "'simple'; leave fused_matrices, ns_steps and ns_coefficients out, or use megatron"
+        )
     if layout.tp > 1 or scenario.tier.is_half or sum(role.trained for role in scenario.objective.roles) > 1:
         return "DeepSpeed's Muon beside tp, in half precision and for two models is not built in; use dp and fp32"
     return ""

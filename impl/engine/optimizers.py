@@ -122,7 +122,12 @@ def muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.M
     """Builds torch's Muon over groups of matrices."""
     groups = [{key: value for key, value in group.items() if key != MATRICES} for group in groups]
     return torch.optim.Muon(
-        groups, lr=config.lr, momentum=config.momentum, nesterov=bool(config.nesterov), adjust_lr_fn=config.adjust_lr
+        groups,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=bool(config.nesterov),
+        adjust_lr_fn=config.adjust_lr,
+        ns_steps=config.ns_steps,
     )
 
 

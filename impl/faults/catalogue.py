@@ -8,7 +8,7 @@ from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.faults.losses import DFT_FAULTS, DISTILLATION_FAULTS, MTP_FAULTS, PREFERENCE_FAULTS
 from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS
-from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
+from impl.faults.optimizer import ENGINE_FAULTS, MEGATRON_MUON_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.resume import RESUME_FAULTS
@@ -81,6 +81,8 @@ SEAMS: Mapping[str, str] = {
     "update_by_muon": "(gradient, momentum, *, beta, ...) -> what DeepSpeed's Muon updates a matrix by",
     "clip_before_muon": "(gradients, and DeepSpeed's Muon of ZeRO 1 to 3): clips, orthogonalizes -> norm",
     "orthogonalize": "(matrix, coefficients, steps, eps) -> the matrix that Muon updates by",
+    "set_muon": "(settings of megatron-core, optimizer, shape): sets Megatron's Muon",
+    "gather_owned": "(gather): gathers the parameters that ranks of the layer-wise optimizer own and have updated",
     "adjust_rate": "(learning rate, name of the adjustment, shape) -> learning rate of a matrix under Muon",
     "restore_state": "(Muon beside AdamW, state): takes the state of a checkpoint",
     "advance_schedule": "(trainable): runs after each optimizer step",
@@ -177,6 +179,7 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "Any training step": STEP_FAULTS,
     "Engines that accumulate, reduce and clip by themselves": ENGINE_FAULTS,
     "Optimizer and accumulation precision": OPTIMIZER_FAULTS,
+    "Muon of Megatron": MEGATRON_MUON_FAULTS,
     "Overflow in fp16": OVERFLOW_FAULTS,
     "Context parallelism": RING_FAULTS,
     "Model families": ARCHITECTURE_FAULTS,

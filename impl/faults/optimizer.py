@@ -19,6 +19,7 @@ from impl.faults.declaration import BF16, FP16, HALF, OFFLOADED, ROUNDING, WITHO
 ENGINE_FAULTS = Faults(blind=("loss",))
 OPTIMIZER_FAULTS = Faults(blind=("loss",))
 OVERFLOW_FAULTS = Faults(blind=("loss",))
+MEGATRON_MUON_FAULTS = Faults(blind=("loss",))  # which need megatron-core 0.17 and emerging-optimizers
 
 
 @ENGINE_FAULTS.add(
@@ -305,6 +306,53 @@ def updates_clipped(clip_before_muon: Function, clipping: Any) -> float:
 def rate_of_transposed(adjust_rate: Function, lr: float, adjustment: str, shape: Any) -> float:
     rate: float = adjust_rate(lr, adjustment, shape[::-1])
     return rate
+
+
+@MEGATRON_MUON_FAULTS.add(
+    summary="a tensor-parallel rank orthogonalizes its own part of a matrix, as Megatron does by default",
+    source="docs/findings/megatron-muon-parts.md",
+    stage="clipped update",
+    cells=sft("sft-muon-fused", "llama", megatron="tp2"),
+    needs="Megatron's Muon, and tp",
+)
+def orthogonalized_blockwise(set_muon: Function, settings: Any, *arguments: Any) -> None:
+    set_muon(settings, *arguments)
+    settings.muon_tp_mode = "blockwise"
+
+
+@MEGATRON_MUON_FAULTS.add(
+    summary="queries, keys and values are orthogonalized as one matrix where a scenario has three",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/7117",
+    stage="clipped update",
+    cells=sft("sft-muon-fused", "llama", megatron="dp2"),
+    needs="Megatron's Muon without fused qkv_proj",
+)
+def qkv_orthogonalized_as_one(set_muon: Function, settings: Any, *arguments: Any) -> None:
+    set_muon(settings, *arguments)
+    settings.muon_split_qkv = False
+
+
+@MEGATRON_MUON_FAULTS.add(
+    summary="Newton-Schulz steps have the coefficients that another library has by default",
+    source="https://github.com/marin-community/marin/pull/2545",
+    stage="clipped update",
+    cells=sft("sft-muon-fused", "llama", megatron="dp2"),
+    needs="Megatron's Muon with other coefficients than 'simple'",
+)
+def coefficients_of_author(set_muon: Function, settings: Any, *arguments: Any) -> None:
+    set_muon(settings, *arguments)
+    settings.muon_coefficient_type = "simple"
+
+
+@MEGATRON_MUON_FAULTS.add(
+    summary="an update by Megatron's layer-wise optimizer never reaches the ranks that do not own the matrix",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/5707",
+    stage="configuration",
+    cells=sft("sft-muon-fused", "llama", megatron="dp2.zero1"),
+    needs="Megatron's Muon, zero1 and dp of 2 or more",
+)
+def owned_not_gathered(gather_owned: Function, gather: Any) -> None:
+    pass
 
 
 @OPTIMIZER_FAULTS.add(

@@ -264,6 +264,12 @@ def _muon_support(scenario: Scenario, layout: Layout) -> str:
         return "Muon for two models of one training is not built into this backend; use adamw"
     if "fsdp1" in layout.options:
         return "FSDP1 flattens parameters, and Muon needs matrices; use FSDP2 (leave fsdp1 out), ddp, or adamw"
+    optimizer = scenario.optimizer
+    if optimizer.fused_matrices or optimizer.ns_coefficients != "simple" or optimizer.adjust_lr == "spectral":
+        return (
+            "torch's Muon takes each parameter for a matrix, has one set of coefficients for all Newton-Schulz steps, "
+            "and no adjust_lr 'spectral'; leave fused_matrices, ns_coefficients and spectral out, or use megatron"
+        )
     if layout.pp * layout.ep > 1 or layout.float8:
         return "Muon beside pp, ep and float8 is not built into this backend; leave them out, or use adamw"
     return ""

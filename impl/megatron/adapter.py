@@ -216,6 +216,35 @@ def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Su
     return Supported()
 
 
+def _muon_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
+    """Explains why megatron-core's Muon cannot train in a layout; empty if it can."""
+    optimizer = scenario.optimizer
+    if is_older("megatron-core", 0, 17):
+        return (
+            "the Muon of megatron-core 0.16 fails beside emerging-optimizers 0.2 and newer (missing 1 required "
+            "keyword-only argument: 'nesterov'); use megatron-core 0.17 to 0.19, or fsdp2 for torch's Muon"
+        )
+    if not is_installed("emerging-optimizers"):
+        return (
+            "Muon needs the package emerging-optimizers, for Python 3.12 and triton; run: pip install "
+            "emerging-optimizers, or use fsdp2 for torch's Muon"
+        )
+    if shape.mixture or shape.latent or scenario.lora or optimizer.frozen:
+        return "Muon for experts, latent attention, adapters and frozen parameters is not built in; use fsdp2, or adamw"
+    if not shape.fused and "gate_up_proj" not in optimizer.fused_matrices:
+        return (
+            "megatron-core takes gate and up projections for one matrix (docs/findings/megatron-muon-parts.md); say so "
+            'in the scenario by fused_matrices = ["gate_up_proj"], as sft-muon-fused does, or use fsdp2'
+        )
+    if sum(role.trained for role in scenario.objective.roles) > 1:
+        return "Muon for two models of one training is not built into this backend; use adamw"
+    if scenario.tier.is_loss_scaled:
+        return "megatron-core has Muon without loss scaling only; use bf16, or adamw"
+    if foreign := {"mfsdp", "te", "overlap", "shipped"} & set(layout.options):
+        return f"Muon beside {', '.join(sorted(foreign))} is not built into this backend; leave it out, or use adamw"
+    return ""
+
+
 def _adapters_refused(scenario: Scenario, lora: LoraConfig, layout: Layout, shape: ModelShape) -> str:
     """Explains why the adapters of a cell are not built in; empty if they are."""
     if shape.mixture or shape.latent or shape.fused or "te" in layout.options:
@@ -285,10 +314,7 @@ class MegatronBackend(ReferenceBackend):
     # TransformerEngine may initialise CUDA when it is imported; a process that forks must not.
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
-    lacking_optimizers: ClassVar = {
-        "muon": "megatron-core's needs the package emerging_optimizers (Python 3.12, triton), casts to float32, and "
-        "takes gate and up projections for one matrix (docs/findings/megatron-muon-parts.md), which is not modelled"
-    }
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw", "muon")
     conventions: ClassVar = (
         RouterLossByMicroBatch(),
         RouterLossSoFar(),
@@ -305,6 +331,8 @@ class MegatronBackend(ReferenceBackend):
         "scale_bucket": f"{_FSDP}.param_and_grad_buffer:gradient_reduce_preprocessing",
         "gather_updated": f"{_FSDP}.megatron_fsdp:MegatronFSDP.start_param_sync",
         "clip_threshold": "impl.megatron.config:clip_threshold",
+        "set_muon": "impl.megatron.muon:set_muon",
+        "gather_owned": "impl.megatron.muon:gather_owned",
         "count_tokens": "impl.megatron.model:count_tokens",
         "summing_dtype": "impl.megatron.config:summing_dtype",
         "pipeline_config": "impl.megatron.model:transformer_config",
@@ -377,7 +405,9 @@ class MegatronBackend(ReferenceBackend):
             )
         if "mfsdp" in layout.options and (refused := _sharded_support(scenario, layout)):
             return Unsupported(refused)
-        if layout.zero and scenario.optimizer.name != "adamw":
+        if scenario.optimizer.name == "muon" and (refused := _muon_support(scenario, layout, shape)):
+            return Unsupported(refused)
+        if layout.zero and scenario.optimizer.name == "sgd":
             return Unsupported("Megatron's distributed optimizer supports AdamW only; use zero0, or an AdamW scenario")
         if "dropout" in layout.options and scenario.objective.disable_dropout:
             kind = scenario.objective.kind
@@ -430,6 +460,11 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported(
                 "TransformerEngine's norms have their own entries in checkpoints, which other layouts lack; "
                 "transfer a training state"
+            )
+        if scenario.optimizer.name == "muon" and (before.zero or after.zero):
+            return Unsupported(
+                "checkpoints of Megatron's layer-wise optimizer, which fit one number of data-parallel ranks, are not "
+                "built in; transfer a training state"
             )
         if "mfsdp" in (*before.options, *after.options):
             return Unsupported(

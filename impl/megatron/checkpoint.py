@@ -43,7 +43,7 @@ class Training:
     """Holds the training that is saved and restored.
 
     chunks: this rank's GPTModels. optimizers: those in megatron-core's chain; under expert parallelism, a second one is
-    for the experts. trained: the names of the trained parameters of the whole model.
+    for the experts, and Muon and its AdamW are two. trained: the names of the trained parameters of the whole model.
     """
 
     chunks: Sequence[Any]
@@ -219,8 +219,8 @@ def _refuse_foreign(training: Training) -> None:
 
 
 def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the state of a parameter in torch's AdamW or SGD before the first update."""
-    if isinstance(inner, torch.optim.SGD):
+    """Returns the state of a parameter in torch's AdamW or SGD, or in Muon, before the first update."""
+    if not isinstance(inner, torch.optim.AdamW):
         return {"momentum_buffer": torch.zeros_like(parameter)} if inner.defaults["momentum"] else {}
     moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.tensor(0.0), **moments}

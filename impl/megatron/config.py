@@ -112,7 +112,7 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         initial_loss_scale=2.0**config.loss_scale.initial_power,
         loss_scale_window=config.loss_scale.growth_interval,
         hysteresis=1,  # by default the second overflow lowers the scale
-        use_distributed_optimizer=shards_optimizer(config),
+        use_distributed_optimizer=shards_optimizer(config) and optimizer.name != "muon",
         overlap_param_gather="overlap" in config.layout.options and config.layout.zero == 1,
         **kind,
     )

@@ -9,6 +9,7 @@ on GPUs as well: the library checks dtypes by names such as ``torch.cuda.FloatTe
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from conformance.backends.on_cpu import cuda_is_cpu, replaced, set_cpu_rng_state
 from impl.engine.optimizers import sums_of_squares
 
+_MUON = "emerging_optimizers.orthogonalized_optimizers.muon_utils"  # imported only for a training by Muon
+
 
 @contextlib.contextmanager
 def on_device(device: str, *, exact: bool) -> Iterator[None]:
@@ -35,7 +38,8 @@ def on_device(device: str, *, exact: bool) -> Iterator[None]:
             for owner, replacements in _REPLACEMENTS:
                 stack.enter_context(replaced(owner, replacements))
         if exact:
-            stack.enter_context(replaced(param_and_grad_buffer, {"torch": _Widened()}))
+            for module in filter(None, (param_and_grad_buffer, sys.modules.get(_MUON))):
+                stack.enter_context(replaced(module, {"torch": _Widened()}))
         if on_cpu or exact:
             stack.enter_context(_DtypeNames(on_cpu=on_cpu, exact=exact))
         yield
@@ -52,7 +56,7 @@ def placed(device: str, *, exact: bool) -> Iterator[None]:
 
 
 class _Widened:
-    """Stands for the module torch in Megatron-FSDP's buffers, which name float32: float64 in the exact tier."""
+    """Stands for the module torch in code that names float32: float64 in the exact tier."""
 
     float32 = torch.float64
 

@@ -4,7 +4,7 @@ megatron-core averages gradients over cp x dp ranks and over micro-batches. The 
 totals of the whole step, so the loss is multiplied by both numbers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -89,6 +89,7 @@ class MegatronModel:
     optimizer: Any
     scheduler: Any
     skipped: bool = False
+    muon: bool = False  # whether Muon trains the model
     adapter: Path | None = None  # the folder of the adapter, if the model has one
 
     def __init__(self, context: ModelContext, head: Head) -> None:
@@ -129,7 +130,7 @@ class MegatronModel:
                 add_adapters(chunk, self.shape)
 
     def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
-        self.optimizer = None
+        self.optimizer, self.muon = None, optimizer is not None and optimizer.name == "muon"
         files = [*weight_files(self.source), *([self.adapter / WEIGHTS_FILE] if self.adapter else [])]
         trained = [] if optimizer is None else self._freeze(model, optimizer)
         with self.context.placed():
@@ -147,11 +148,13 @@ class MegatronModel:
                 self.optimizer = self.create_optimizer(model, optimizer)
                 self.scheduler = scheduler(self.optimizer, optimizer, schedule)
         optimizers = [] if self.optimizer is None else self.optimizer.chained_optimizers
-        kind = (
-            partial(ShardedTensors, wrapped=self.chunks)
-            if optimizer and is_fully_sharded(self.context.config)
-            else ModelTensors
-        )
+        kind: Callable[..., ModelTensors] = ModelTensors
+        if optimizer and is_fully_sharded(self.context.config):
+            kind = partial(ShardedTensors, wrapped=self.chunks)
+        if self.muon:
+            from impl.megatron.muon import MuonTensors
+
+            kind = partial(MuonTensors, chain=self.optimizer)
         self.tensors = kind(list(model), optimizers, self.shape, self.stages, trained=trained)
         if optimizer and self.half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
@@ -177,7 +180,9 @@ class MegatronModel:
         if is_fully_sharded(config):
             self.chunks = wrap(self.chunks, self.model_config, settings, config.device)
             return
-        if shards_optimizer(config):
+        if self.muon:
+            settings.use_distributed_optimizer = False  # the layer-wise optimizer needs whole gradients
+        if settings.use_distributed_optimizer:
             release_trained(self.chunks)
         self.chunks = [
             DistributedDataParallel(self.model_config, settings, chunk, disable_bucketing=number > 0)
@@ -186,9 +191,14 @@ class MegatronModel:
 
     def create_optimizer(self, model: torch.nn.ModuleList, config: OptimizerConfig) -> Any:
         overrides = undecayed() if self.context.config.whole_experts else None
-        optimizer = chained(
-            get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
-        )
+        settings = optimizer_settings(self.context.config, config)
+        if self.muon:
+            from impl.megatron.muon import muon_optimizer, set_muon
+
+            set_muon(settings, config, self.shape)
+            optimizer = muon_optimizer(settings, self.chunks, layer_wise=shards_optimizer(self.context.config))
+        else:
+            optimizer = chained(get_megatron_optimizer(settings, self.chunks, overrides))
         share_scale(optimizer)
         update_in_one_kernel(optimizer, self.context.config)
         return optimizer

@@ -85,11 +85,11 @@ def tensor_rank() -> Rank:
 def refuse_foreign(optimizer: Any) -> None:
     """Raises UsageError for optimizers of TransformerEngine and Apex, whose state has another layout."""
     kind = type(optimizer)
-    if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)):
+    if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)) and kind.__name__ != "TensorParallelMuon":
         raise UsageError(
             f"megatron-core uses {kind.__module__}.{kind.__name__}, whose state cannot be written or read here (only "
-            f"that of torch's AdamW and SGD can); call impl.megatron.adapter.begin before transformer_engine and apex "
-            f"are imported"
+            f"that of torch's AdamW and SGD and of its own Muon can); call impl.megatron.adapter.begin before "
+            f"transformer_engine and apex are imported"
         )
 
 
@@ -194,7 +194,7 @@ class ModelTensors:
         self._refuse_foreign()
         for own in self.own_parameters():
             inner = self._inner(own.parameter) if own.parameter.requires_grad else None
-            if inner is None:
+            if inner is None or not self._keeps(own.parameter, kind):
                 continue
             optimizer = self._optimizer(own.parameter).optimizer
             if kind == "step":
@@ -221,11 +221,11 @@ class ModelTensors:
 
     def _moments(self, key: str) -> NamedTensors:
         """Yields the full tensors of one optimizer state; nothing if no rank has it. ``key``: its name in torch."""
-        found: list[bool] = [False] * dist.get_world_size()  # a rank may own no optimizer state
-        states = (state for one in self._optimizers for state in one.optimizer.state.values())
-        dist.all_gather_object(found, any(key in state for state in states))
-        if any(found):
-            yield from self._named(self.trained, lambda own: self._whole(own, self._state(own).get(key)))
+        of_all: list[list[str]] = [[]] * dist.get_world_size()  # a rank may own no optimizer state
+        dist.all_gather_object(of_all, [o.name for o in self.own_parameters() if key in self._state(o.parameter)])
+        names = {name for of_one in of_all for name in of_one}
+        found = [name for name in self.trained if name in names]
+        yield from self._named(found, lambda own: self._whole(own, self._state(own).get(key)))
 
     def _steps(self) -> NamedTensors:
         """Yields the number of updates that AdamW has counted for each parameter; NaN if the ranks do not agree."""
@@ -365,6 +365,10 @@ class ModelTensors:
         """Returns the state that this rank's optimizer has for a parameter; empty if it has none."""
         inner = self._inner(parameter) if parameter.requires_grad else None
         return {} if inner is None else self._optimizer(parameter).optimizer.state.get(inner, {})
+
+    def _keeps(self, parameter: Any, kind: WrittenKind) -> bool:
+        """Returns whether the optimizer of a parameter has this state."""
+        return True
 
     def _optimizer(self, parameter: Any) -> Any:
         """Returns the megatron-core optimizer that updates the parameter."""

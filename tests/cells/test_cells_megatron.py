@@ -219,7 +219,6 @@ def test_padding_in_the_softmax_is_an_expected_difference(
         ("sft-packed", "llama", "dp2.pp2.zero3.mfsdp", "beside pp and ep is not built in"),
         ("sft-lora", "llama", "dp2.zero3.mfsdp", "cannot hook a frozen parameter"),
         ("sft-packed", "llama", "dp2.te.dropout", "not built in for te; leave te or dropout out"),
-        ("sft-muon", "llama", "dp2", "needs the package emerging_optimizers"),
         ("sft-packed", "llama", "pp8", "pp4 would work"),
         ("sft-padded", "llama", "pp2.vpp2", "pp2 would work"),
     ],

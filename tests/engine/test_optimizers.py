@@ -1,6 +1,7 @@
 """torch's optimizers of the reference backends: in one kernel on GPUs, but not where that kernel would be wrong."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from conformance.numerics.float64_tier import exact_tier
-from conformance.oracle.optimizer import AdamW, Muon, make_optimizer, orthogonalized
+from conformance.oracle.optimizer import COEFFICIENTS, AdamW, Muon, make_optimizer, orthogonalized
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import OptimizerConfig
 from impl.engine.optimizers import parameter_groups, torch_optimizer, update_count
@@ -94,9 +95,58 @@ def test_singular_values_come_near_to_1() -> None:
     matrix = torch.randn(40, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     for half in (False, True):
-        found = orthogonalized(matrix, half=half)
+        found = orthogonalized(matrix, COEFFICIENTS["simple"] * 5, half=half)
         sizes = (left.mT @ found @ right.mT).diagonal()
         assert ((sizes > 0.5) & (sizes < 1.5)).all(), sizes
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("count", [1, 5, 7])
+def test_a_newton_schulz_step_changes_singular_values_by_its_polynomial(
+    coefficients: Literal["simple", "quintic"], count: int
+) -> None:
+    config = OptimizerConfig(
+        name="muon",
+        lr=1.0,
+        momentum=0.9,
+        nesterov=False,
+        adjust_lr="spectral",
+        ns_steps=count,
+        ns_coefficients=coefficients,
+    )
+    gradient = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    left, sizes, right = torch.linalg.svd(gradient, full_matrices=False)
+    sizes = sizes / gradient.norm()
+    for step in range(count):
+        a, b, c = COEFFICIENTS[coefficients][step % len(COEFFICIENTS[coefficients])]
+        sizes = a * sizes + b * sizes**3 + c * sizes**5
+    name = "layers.0.mlp.down_proj.weight"
+    moved = make_optimizer(config, name, 2).step({name: torch.zeros_like(gradient)}, {name: gradient}, 1.0)[name]
+    torch.testing.assert_close(moved, -(6**0.5) * left * sizes @ right, rtol=1e-12, atol=1e-12)
+
+
+def test_fused_projections_are_one_matrix_and_their_biases_are_not() -> None:
+    layer = [f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")]
+    mlp = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    weights, biases = [f"{name}.weight" for name in (*layer, *mlp)], [f"{name}.bias" for name in layer]
+    config = OptimizerConfig(
+        name="muon",
+        lr=1.0,
+        momentum=0.9,
+        nesterov=False,
+        adjust_lr="original",
+        fused_matrices=("qkv_proj", "gate_up_proj"),
+    )
+    found = config.matrices([*weights, *biases])
+    attention, gated = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
+    assert {name: set(parts) for name, parts in found.items() if len(parts) > 1} == {
+        attention: set(weights[:3]),
+        gated: set(weights[3:5]),
+    }
+    assert {name for name, parts in found.items() if parts == (name,)} == {weights[5], *biases}
+    assert config.orthogonalizes(attention, 2)
+    apart = replace(config, fused_matrices=())
+    assert apart.matrices(weights) == {name: (name,) for name in weights}
 
 
 @pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])

@@ -2,7 +2,8 @@
 
 The loss of the first step, the usual check, misses most of them. Faults of reinforcement learning are in
 tests/faults/test_faults_rl.py, of checkpoint transfer in tests/faults/test_faults_handover.py, of merged adapters in
-tests/engine/test_lora.py, and of float8 in tests/cells/test_cells_float8.py.
+tests/engine/test_lora.py, of float8 in tests/cells/test_cells_float8.py, and of Megatron's Muon in
+tests/megatron_backend/test_megatron_muon.py.
 """
 
 import contextlib
@@ -25,11 +26,17 @@ from conformance.spec.precision import PrecisionName
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.faults.models import MERGE_FAULTS
-from impl.faults.optimizer import OVERFLOW_FAULTS
+from impl.faults.optimizer import MEGATRON_MUON_FAULTS, OVERFLOW_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
-ELSEWHERE = (*RL_FAULTS, *RESUME_FAULTS, *MERGE_FAULTS, *FLOAT8_FAULTS)  # in test files of their own
+ELSEWHERE = (
+    *RL_FAULTS,
+    *RESUME_FAULTS,
+    *MERGE_FAULTS,
+    *FLOAT8_FAULTS,
+    *MEGATRON_MUON_FAULTS,
+)  # in test files of their own
 # By backend and fault: scenario, model, layout.
 CELLS = {
     backend: {

@@ -34,6 +34,7 @@ def test_built_in_scenarios_load_and_survive_json(file: Path) -> None:
         ({"optimizer": {"name": "sgd", "lr": 1, "adjust_lr": "original"}}, "settings of muon, not of sgd"),
         ({"optimizer": {"name": "muon", "lr": 1, "nesterov": True, "adjust_lr": "original"}}, "muon needs momentum"),
         ({"optimizer": {"name": "muon", "lr": 1, "momentum": 0.95, "nesterov": True}}, "adjust_lr='original'"),
+        ({"optimizer": {"name": "adamw", "lr": 1, "fused_matrices": ["qkv_proj"]}}, "settings of muon, not of adamw"),
         ({"accumulation": 0}, "accumulation: Input should be greater than or equal to 1"),
         ({"accumulation": 5}, "data.rows=24 is not divisible by accumulation=5; use data.rows=25"),
         ({"data": {"rows": 24, "shuffle": True}}, "data.shuffle: there is no such key"),

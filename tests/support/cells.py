@@ -66,7 +66,7 @@ def cell_of(
     backend: str, scenario: str, model: str, layout: str, precision: PrecisionName, *faults: str, **overrides: Any
 ) -> Cell:
     """A small cell. Scenarios with a warm-up have two phases, so they have twice the steps."""
-    steps = 2 * STEPS if scenario in ("sft-warmup", "sft-muon") else STEPS
+    steps = 2 * STEPS if scenario in ("sft-warmup", "sft-muon", "sft-muon-fused") else STEPS
     size = {"steps": steps} if precision in ("bf16", "fp16") else {"steps": steps, **small(scenario)}
     overrides = size | OWN_SIZE.get(scenario, {}) | overrides
     return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
