@@ -8,6 +8,7 @@ from impl.megatron import releases  # noqa: F401 (it has to be imported before m
 
 # isort: split
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -164,4 +165,6 @@ class MegatronContext(ReferenceContext):
     def teardown(self) -> None:
         with self.placed():
             MODEL_PARALLEL.leave()
+        if (engine := sys.modules.get("transformer_engine.pytorch.fp8")) is not None:
+            engine.FP8GlobalStateManager.reset()  # it holds the histories of all models, and their process groups
         del self.ring
