@@ -8,7 +8,8 @@ share, the share is listed as not proven, as is all else that no claim decides (
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from conformance.spec.scenario import Scenario
 
 # Of the sum of magnitudes: a result in bf16 is 2^-9 off, and Hopper adds up with 2^-13 unless it is told not to.
 FLOAT8_ERROR = 2.0**-7
+FULL = 1 + 2.0**-20  # scales and magnitudes are float32 numbers
 # Weights that only some tokens or rows need, which a later micro-batch may not have.
 _SOMETIMES = re.compile(r"\.experts\.|visual|vision|projector|audio")
 SAME = 1e-9  # of sums of the same numbers in float64, in any order
@@ -53,6 +55,8 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
     if errors := [number(rank.get("float8_error", math.inf)) for rank in step.ranks if rank.get("float8")]:
         where = f"requested at most {FLOAT8_ERROR:.1e} of the magnitudes, observed {max(errors):.1e}"
         yield "products in float8 are those of their operands", max(errors) <= FLOAT8_ERROR, where
+    if "te" in layout.options and layout.float8:
+        yield from _engine_casts(layout.float8, step.ranks)
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
@@ -61,6 +65,37 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         yield at_least("linear layers multiply all tokens, backward", sum(backward), least, unit)
         most = most_work(layout, step, scenario, linear, layers=layers, experts=experts)
         yield below("no rank multiplies more than its share", max(backward), most, unit)
+
+
+# Formats of operands in TransformerEngine's recipes, and what has a scale of its own.
+_TENSORS = {("input", "e4m3fn", "tensor"), ("weight", "e4m3fn", "tensor"), ("gradient", "e5m2", "tensor")}
+CASTS: Mapping[str, set[tuple[str, str, str]]] = {
+    "fp8tensor": _TENSORS,
+    "fp8delayed": _TENSORS,
+    "fp8block": {("input", "e4m3fn", "rows"), ("weight", "e4m3fn", "squares"), ("gradient", "e4m3fn", "rows")},
+}
+
+
+def _engine_casts(recipe: str, ranks: Sequence[Mapping[str, Any]]) -> Claims:
+    """Yields the claims about the operands that TransformerEngine has cast, which no rounding hides."""
+    casts = [cast for rank in ranks for cast in rank.get("float8_casts", ())]
+    observed, due = {(operand, *cast[:2]) for operand, *cast in casts}, CASTS[recipe]
+    shown = ", ".join(" ".join(cast) for cast in sorted(observed ^ due))
+    yield "operands are cast as the recipe says", observed == due, f"missing or not in the recipe: {shown or 'none'}"
+    if recipe == "fp8delayed":
+        digests = {rank.get("float8_scales", "") for rank in ranks}
+        yield "ranks scale alike", len(digests) == 1, f"observed scales of {len(digests)} kinds"
+        fullest = max(number(rank.get("float8_fullest", 0.0)) for rank in ranks)
+        where = f"observed {fullest:.4g} of the end of the format"
+        yield "no magnitude of a history is too large for its scale", fullest <= FULL, where
+        return
+    powers = [{cast[3] for cast in casts if cast[0] == operand} for operand in ("input", "weight", "gradient")]
+    by_power = recipe == "fp8block"
+    holds = all(found == {True} if by_power else False in found for found in powers)  # a tensor of zeros has scale 1
+    claim = f"scales are {'' if by_power else 'not '}rounded to powers of two"
+    yield claim, holds, f"observed powers of two: {', '.join(str(sorted(found)) for found in powers)}"
+    own = sum(cast[5] for cast in casts if not cast[4])
+    yield "scales are those of the operands themselves", own == 0, f"observed {own} operands with other scales"
 
 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:

@@ -8,6 +8,7 @@ libraries that are autograd functions are patched so that their products are rec
 """
 
 import contextlib
+import hashlib
 import math
 import sys
 import weakref
@@ -38,7 +39,9 @@ from conformance.worker.operators import (
     Operator,
     collective_of,
     dtype_name,
+    engine_cast,
     engine_product_error,
+    fullest_history,
     in_compiled_code,
     operator_of,
     product_error,
@@ -59,6 +62,7 @@ BY_CALLER = (
     ("deepspeed.runtime.engine", "DeepSpeedEngine", "set_gradient_accumulation_boundary"),
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", "no_sync"),
 )
+HISTORIES = "transformer_engine.pytorch.fp8"  # the module of TransformerEngine's delayed scaling
 ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
 _BIAS, _GRADIENT = 3, 7  # arguments of ``generic_gemm`` behind the operands: a bias, and whether it is its gradient
 # Autograd functions of libraries' linear layers, which record no graph of the products inside of them: module, class.
@@ -129,6 +133,8 @@ class Watch(EagerMode):
     boundaries: number of calls of the methods in BY_CALLER.
     float8: number of products that a kernel made of operands in float8. float8_error: their largest distance from the
         product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
+    casts: number of operands of TransformerEngine's products, by operand and what engine_cast returns. fullest: see
+        fullest_history, at the end.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
         lists of each row. Lookups in other matrices, as of the tokens of an expert, are none.
     entered: for each of these lookups, what the first product of as many tokens got that followed it: for each token
@@ -168,7 +174,9 @@ class Watch(EagerMode):
         self._multiplying: set[str] = set()  # backward passes
         self._operands: list[tuple[tuple[int, int], Tensor]] = []  # dimensions and elements, and sum and norm (2)
         self.boundaries = 0
-        self.float8, self.float8_error = 0, 0.0
+        self.float8, self.float8_error, self.fullest = 0, 0.0, 0.0
+        self.casts: Counter[tuple[str, str, str, bool, bool]] = Counter()
+        self._scales = hashlib.sha256()
         self.drawn: Counter[tuple[str, str, str]] = Counter()
         self._masks: dict[int, str] = {}  # digests of masks that no operator has applied yet, by storage
         self.held_weights: Counter[int] = Counter()
@@ -198,6 +206,9 @@ class Watch(EagerMode):
                     all_.enter_context(mock.patch.object(function, "apply", partial(self._of_function, function.apply)))
             self._lifts = all_.enter_context(in_place_of_lifting(self))
             yield
+            if (histories := sys.modules.get(HISTORIES)) is not None:
+                with self.reading():
+                    self.fullest = fullest_history(histories.FP8GlobalStateManager)
 
     def _counted(self, own: Any) -> Any:
         """Wraps a method in BY_CALLER."""
@@ -239,8 +250,17 @@ class Watch(EagerMode):
                 bias = None if rest[_GRADIENT] else rest[_BIAS]  # which is an output in a backward pass
                 with self.reading():
                     error = engine_product_error(a, flipped, b, b_flipped, bias, found[0])
+                    self._engine_casts(a, flipped, b, b_flipped)
                 self.float8_error = max(self.float8_error, error)
         return found
+
+    def _engine_casts(self, a: Any, flipped: bool, b: Any, b_flipped: bool) -> None:
+        """Notes how operands are cast: a weight and an input, a weight and a gradient, or an input and a gradient."""
+        first, second = ("input" if b_flipped else "weight"), ("input" if flipped else "gradient")
+        for operand, x, columns in ((first, a, not flipped), (second, b, b_flipped)):
+            self.casts[(operand, *engine_cast(x, columns=columns))] += 1
+            if hasattr(x, "_scale_inv"):
+                self._scales.update(repr(float(x._scale_inv)).encode())
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -452,6 +472,9 @@ class Watch(EagerMode):
             "boundaries": self.boundaries,
             "float8": self.float8,
             "float8_error": self.float8_error,
+            "float8_casts": [[*cast, count] for cast, count in sorted(self.casts.items())],
+            "float8_scales": self._scales.hexdigest() if self.casts else "",
+            "float8_fullest": self.fullest,
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],

@@ -164,21 +164,65 @@ def engine_product_error(a: Any, flipped: bool, b: Any, b_flipped: bool, bias: T
     return _distance(_engine_rows(b, columns=b_flipped), _engine_rows(a, columns=not flipped).T, bias, result)
 
 
-def _engine_rows(x: Any, *, columns: bool) -> Tensor:
-    """Returns the first rows of what TransformerEngine multiplies, or the first columns as rows, in float64."""
+def _engine_copy(x: Any, *, columns: bool) -> tuple[Tensor, Tensor]:
+    """Returns what TransformerEngine multiplies along the rows of a matrix, or along its columns as rows, in float8;
+    and its scale, or those of its blocks, as rows."""
     has_blocks = not hasattr(x, "_scale_inv")
     data = x._columnwise_data if has_blocks and columns else x._rowwise_data if has_blocks else x._data
     if columns and not has_blocks:  # a tensor with one scale may have either copy
         data = x._transpose if x._transpose is not None else data.reshape(-1, data.shape[-1]).T
     dtype = torch.float8_e5m2 if "E5M2" in str(x._fp8_dtype) else torch.float8_e4m3fn
-    whole: Tensor = data.reshape(len(data), -1) if columns else data.reshape(-1, data.shape[-1])
-    rows = whole[:_PART].view(dtype).double()
-    scale: Tensor = x._scale_inv if not has_blocks else x._columnwise_scale_inv if columns else x._rowwise_scale_inv
-    if has_blocks:
-        # Scales of blocks of rows are stored as columns; both are filled up to multiples of 4.
-        of_rows = scale.repeat_interleave(_BLOCK, 0) if x._is_2D_scaled else scale.T
+    rows: Tensor = data.reshape(len(data), -1) if columns else data.reshape(-1, data.shape[-1])
+    if not has_blocks:
+        return rows.view(dtype), x._scale_inv
+    scales = x._columnwise_scale_inv if columns else x._rowwise_scale_inv
+    # Scales of blocks of rows are stored as columns; both are filled up to multiples of 4.
+    kept = scales[:, : -(-rows.shape[1] // _BLOCK)] if x._is_2D_scaled else scales[:, : len(rows)].T
+    return rows.view(dtype), kept
+
+
+def _engine_rows(x: Any, *, columns: bool) -> Tensor:
+    """Returns the first rows of what TransformerEngine multiplies, or the first columns as rows, in float64."""
+    data, scale = _engine_copy(x, columns=columns)
+    rows = data[:_PART].double()
+    if not hasattr(x, "_scale_inv"):
+        of_rows = scale.repeat_interleave(_BLOCK, 0) if x._is_2D_scaled else scale
         scale = of_rows[: len(rows)].repeat_interleave(_BLOCK, 1)[:, : rows.shape[1]]
     return rows * scale
+
+
+def engine_cast(x: Any, *, columns: bool) -> tuple[str, str, bool, bool]:
+    """Returns how TransformerEngine has cast an operand: the format, what has a scale of its own (tensor, rows of
+    blocks or squares), whether all scales are powers of two, and whether each scale is that of these numbers: their
+    largest is the end of the format, or of a block at least half of it."""
+    data, scale = _engine_copy(x, columns=columns)
+    end = torch.finfo(data.dtype).max
+    powers = bool((torch.frexp(scale).mantissa == 0.5).all())
+    name = dtype_name(data.dtype).removeprefix("float8_")
+    if hasattr(x, "_scale_inv"):
+        largest = float(data.float().abs().max())
+        return name, "tensor", powers, largest in (0.0, end)
+    numbers = data[:_PART].float().abs()
+    blocks = _padded(numbers, 1).unflatten(1, (-1, _BLOCK)).amax(-1)
+    if x._is_2D_scaled:
+        blocks = _padded(blocks, 0).unflatten(0, (-1, _BLOCK)).amax(1)
+    return name, "squares" if x._is_2D_scaled else "rows", powers, bool(((blocks == 0) | (blocks >= end / 2)).all())
+
+
+def _padded(x: Tensor, dim: int) -> Tensor:
+    rest = -x.shape[dim] % _BLOCK
+    return torch.nn.functional.pad(x, (0, rest) if dim == 1 else (0, 0, 0, rest))
+
+
+def fullest_history(buffers: Any) -> float:
+    """Returns the largest magnitude in TransformerEngine's histories times its scale, in parts of the end of its
+    format. More than 1 would saturate; 0 without histories. ``buffers``: its FP8GlobalStateManager."""
+    found = [0.0]
+    for key, histories in buffers.global_amax_history_buffer.items():
+        end = torch.finfo(torch.float8_e4m3fn if key.startswith("forward") else torch.float8_e5m2).max
+        scales = buffers.global_scale_buffer[key]
+        found += [float((h.amax(0) * scale).max()) / end for h, scale in zip(histories, scales, strict=True)]
+    return max(found)
 
 
 def in_compiled_code() -> bool:

@@ -76,7 +76,7 @@ def _where(condition: Callable[[Precision], bool], reason: str) -> Reasons:
 ROUNDING = _where(lambda p: p.is_exact, "float64 stands for every dtype in the exact tier, so nothing is rounded")
 COARSE = _where(lambda p: not p.is_exact, "below the exact tier float8 amplifies rounding, which hides the fault")
 FLOAT32 = _where(
-    lambda p: p.is_exact or p.is_half, "TransformerEngine has no float64, and in half precision noise hides the fault"
+    lambda p: p.is_exact or p.is_half, "TransformerEngine has no float64; in half precision the fault was not tried"
 )
 REPLAY = _where(lambda p: p.is_exact, "in the exact tier backends choose experts by themselves")
 OWN_CHOICES = _where(lambda p: not p.is_exact, "below the exact tier backends are given the choices of experts")

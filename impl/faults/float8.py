@@ -271,10 +271,9 @@ def _engine_cells(options: str) -> FaultCells:
 @FLOAT8_FAULTS.add(
     summary="gradients of outputs are cast to e4m3, though the format is hybrid",
     source=f"{_OF_TRANSFORMER_ENGINE}/issues/3342, where e5m2 is read as e4m3",
-    stage="gradients",
+    stage="configuration",
     cells=_engine_cells("fp8tensor"),
     needs="te and fp8tensor",
-    blind=("loss",),
 )
 def engine_gradients_in_e4m3(engine_recipe: Function, config: Any) -> Any:
     return replace(recipe := engine_recipe(config), fp8_format=type(recipe.fp8_format).E4M3)
@@ -283,7 +282,7 @@ def engine_gradients_in_e4m3(engine_recipe: Function, config: Any) -> Any:
 @FLOAT8_FAULTS.add(
     summary="scales of tensors are rounded to powers of two, though the recipe has none",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/1471, which makes it an option",
-    stage="log-probs",
+    stage="configuration",
     cells=_engine_cells("fp8tensor"),
     needs="te and fp8tensor",
 )
@@ -294,7 +293,7 @@ def engine_scales_powers_of_two(engine_recipe: Function, config: Any) -> Any:
 @FLOAT8_FAULTS.add(
     summary="scales of blocks are not rounded to powers of two, though the recipe has them",
     source="https://github.com/ROCm/TransformerEngine/pull/687, about the two flags that say so",
-    stage="log-probs",
+    stage="configuration",
     cells=_engine_cells("fp8block"),
     needs="te and fp8block",
 )
@@ -311,7 +310,7 @@ def _with_scales(recipe: Any, *, powers: bool) -> Any:
 @FLOAT8_FAULTS.add(
     summary="weights have a scale for each 1 x 128 numbers, instead of each 128 x 128",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/1559, whose recipe has both",
-    stage="log-probs",
+    stage="configuration",
     cells=_engine_cells("fp8block"),
     needs="te and fp8block",
 )
@@ -322,7 +321,7 @@ def engine_weights_in_rows_of_blocks(engine_recipe: Function, config: Any) -> An
 @FLOAT8_FAULTS.add(
     summary="each rank scales by the largest magnitudes of its own micro-batches",
     source="https://github.com/AMD-AGI/Primus/pull/669, where reduce_amax was always False",
-    stage="log-probs",
+    stage="configuration",
     cells=_engine_cells("fp8delayed"),
     needs="te, fp8delayed and dp of 2 or more",
 )
@@ -335,7 +334,7 @@ def engine_magnitudes_of_own_rank(engine_recipe: Function, config: Any) -> Any:
 @FLOAT8_FAULTS.add(
     summary="scales follow from the last micro-batch alone, and the history is not read",
     source="https://github.com/pytorch/ao/pull/1753 deletes such code; docs/findings/torchao-amax-history.md",
-    stage="log-probs",
+    stage="configuration",
     cells=_engine_cells("fp8delayed"),
     needs="te, fp8delayed and three micro-batches",
 )
@@ -348,7 +347,7 @@ def engine_history_not_read(engine_recipe: Function, config: Any) -> Any:
 @FLOAT8_FAULTS.add(
     summary="scales are those of the micro-batch before the last one",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/118, where magnitudes are copied before their reduction has ended",
-    stage="log-probs",
+    stage="configuration",
     cells=_engine_cells("fp8delayed"),
     needs="te, fp8delayed and three micro-batches",
 )

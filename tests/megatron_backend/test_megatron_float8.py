@@ -19,16 +19,18 @@ from torch.nn import functional as F
 from conformance.backends.faults import catalogue
 from conformance.core.host import FIXTURES
 from conformance.core.packages import is_installed
+from conformance.judge.work_evidence import CASTS
+from conformance.judge.work_evidence import _engine_casts as engine_claims
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import with_skeleton
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
-from conformance.spec.layout import Layout
+from conformance.spec.layout import Float8Recipe, Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
-from conformance.worker.evidence import ENGINE, Watch
-from conformance.worker.operators import engine_product_error
+from conformance.worker.evidence import ENGINE, HISTORIES, Watch
+from conformance.worker.operators import engine_cast, engine_product_error, fullest_history
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.megatron.float8 import RECIPES, float8_refused
 from impl.megatron.model_config import read_shape, stages
@@ -184,6 +186,83 @@ def test_a_product_with_scales_of_blocks_is_that_of_its_operands() -> None:
     assert engine_product_error(x, False, g, True, None, (g_columns.T @ x_rows).float()) > 1e-4
 
 
+def test_a_cast_is_told_by_its_format_scales_and_largest_number() -> None:
+    x, *_ = with_one_scale(drawn(48, 64), keeps="both")
+    assert engine_cast(x, columns=False) == engine_cast(x, columns=True) == ("e4m3fn", "tensor", False, True)
+    late = SimpleNamespace(
+        **vars(x) | {"_data": (x._data.view(torch.float8_e4m3fn).float() / 2).to(torch.float8_e4m3fn)}
+    )
+    late._data, late._scale_inv = late._data.view(torch.uint8), torch.tensor(0.25)
+    assert engine_cast(late, columns=False) == ("e4m3fn", "tensor", True, False)
+    for square, what in ((False, "rows"), (True, "squares")):
+        y, *_ = in_blocks(drawn(272, 192), square=square)
+        assert engine_cast(y, columns=False) == engine_cast(y, columns=True) == ("e4m3fn", what, True, True)
+        y._rowwise_scale_inv = y._rowwise_scale_inv * 3
+        y._columnwise_data = (y._columnwise_data.view(torch.float8_e4m3fn).float() / 4).to(torch.float8_e4m3fn)
+        y._columnwise_data = y._columnwise_data.view(torch.uint8)
+        assert engine_cast(y, columns=False) == ("e4m3fn", what, False, True)
+        assert engine_cast(y, columns=True) == ("e4m3fn", what, True, False)
+
+
+def test_a_history_shows_whether_its_scale_is_too_large() -> None:
+    """Of two operands of the forward pass and one of the backward pass, in histories of two."""
+    histories = {"forward_x": [torch.tensor([[0.0, 0.0], [448.0, 7.0]])], "backward_x": [torch.tensor([[0.0], [1.0]])]}
+    scales = {"forward_x": [torch.tensor([1.0, 32.0])], "backward_x": [torch.tensor([57344.0])]}
+    buffers = SimpleNamespace(global_amax_history_buffer=histories, global_scale_buffer=scales)
+    assert fullest_history(buffers) == 1.0
+    scales["backward_x"][0] *= 1.5
+    assert fullest_history(buffers) == 1.5
+    assert fullest_history(SimpleNamespace(global_amax_history_buffer={}, global_scale_buffer={})) == 0.0
+
+
+def casts(recipe: str, *, changes: dict[str, str] | None = None, powers: bool | None = None, own: bool = True) -> Any:
+    """What a rank's evidence says of operands. ``changes``: a format or a kind of scale, and what is in its place."""
+    by_power = recipe == "fp8block" if powers is None else powers
+    found = [[*cast, by_power, own or recipe == "fp8delayed", 8] for cast in sorted(CASTS[recipe])]
+    return [
+        [(changes or {}).get(value, value) if isinstance(value, str) else value for value in cast] for cast in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rank", "wrong"),
+    [
+        *((recipe, {}, set()) for recipe in RECIPES),
+        ("fp8tensor", {"float8_casts": []}, {"operands are cast as the recipe says"}),
+        ("fp8tensor", {"float8_casts": casts("fp8tensor", changes={"e5m2": "e4m3fn"})}, {"operands are cast"}),
+        ("fp8block", {"float8_casts": casts("fp8block", changes={"squares": "rows"})}, {"operands are cast"}),
+        ("fp8tensor", {"float8_casts": casts("fp8tensor", powers=True)}, {"scales are not rounded to powers"}),
+        ("fp8block", {"float8_casts": casts("fp8block", powers=False)}, {"scales are rounded to powers"}),
+        ("fp8tensor", {"float8_casts": casts("fp8tensor", own=False)}, {"scales are those of the operands"}),
+        ("fp8delayed", {"float8_scales": "other"}, {"ranks scale alike"}),
+        ("fp8delayed", {"float8_fullest": 1.01}, {"no magnitude of a history is too large"}),
+        ("fp8delayed", {"float8_fullest": 1.0}, set()),
+    ],
+)
+def test_casts_are_those_of_the_recipe(recipe: Float8Recipe, rank: dict[str, Any], wrong: set[str]) -> None:
+    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9}
+    both = [one | rank, one if rank.get("float8_casts") is None else one | rank]
+    found = {claim for claim, holds, _ in engine_claims(recipe, both) if not holds}
+    due = {claim for claim in found if any(claim.startswith(start) for start in wrong)}
+    if rank.get("float8_casts") != []:  # of which other claims do not hold either
+        assert found == due
+    assert len(due) == len(wrong)
+
+
+def test_histories_end_with_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine holds those of all models of a process, with process groups that are gone."""
+    from impl.megatron import context
+
+    ended: list[str] = []
+    manager = SimpleNamespace(reset=lambda: ended.append("histories"))
+    monkeypatch.setitem(sys.modules, HISTORIES, SimpleNamespace(FP8GlobalStateManager=manager))
+    monkeypatch.setattr(context.MODEL_PARALLEL, "leave", lambda: ended.append("groups"))
+    one = object.__new__(context.MegatronContext)
+    one.config, one.ring = SimpleNamespace(device="cpu", tier=PRECISIONS["fp32"]), None  # type: ignore[assignment]
+    one.teardown()
+    assert ended == ["groups", "histories"]
+
+
 def test_products_in_float8_are_counted_with_their_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     (x, a, s), (w, b, t) = with_one_scale(drawn(48, 64), keeps="both"), with_one_scale(drawn(80, 64), keeps="both")
     product = (a.view(torch.float8_e4m3fn).double() * s) @ (b.view(torch.float8_e4m3fn).double() * t).T
@@ -203,6 +282,7 @@ def test_products_in_float8_are_counted_with_their_errors(monkeypatch: pytest.Mo
         assert (watch.float8, watch.engine) == (1, 1)
         assert watch.float8_error < 1e-6
         assert watch.linear == {"float32": 1}, "what the suite multiplies is not counted"
+        assert watch.casts == {(one, "e4m3fn", "tensor", False, True): 1 for one in ("input", "weight")}
 
 
 def test_every_fault_has_a_place() -> None:
