@@ -41,7 +41,9 @@ class TextInfo:
     it. truncates: what is left of a conversation that is too long. packs: the rule by which documents are put into
     rows; empty: the pipeline does not pack. own_templates: the framework renders by templates of its own. strips_end:
     whether white space at the end of a conversation is left out. endless: whether a step may have samples of two
-    epochs. drops_last: whether the last step of an epoch is always left out. versions: filled in by the process.
+    epochs. drops_last: whether the last step of an epoch is always left out. forms: whether ``encode`` also gets
+    ``first`` and ``is_pair`` of conformance.data.forms.Sample and trains as that form of data says: on no turn before
+    ``first`` or of a ``weight``, ``train`` or ``loss`` of 0. versions: filled in by the process.
     """
 
     name: str
@@ -55,6 +57,7 @@ class TextInfo:
     strips_end: bool = False
     endless: bool = False
     drops_last: bool = False
+    forms: bool = False
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -196,10 +199,14 @@ class ServedPipeline:
         self._call("load", folder=str(folder), template=template)
 
     def encode(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_len: int
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_len: int, **form: Any
     ) -> tuple[list[int], list[bool]] | None:
-        """Returns the tokens of a conversation, and whether each is trained on; None if the sample is left out."""
-        found = self._call("encode", messages=list(messages), tools=list(tools), max_len=max_len)
+        """Returns the tokens of a conversation, and whether each is trained on; None if the sample is left out.
+
+        form: ``first`` and ``is_pair``, of which only pipelines with ``forms`` are told.
+        """
+        form = form if self.info.forms else {}
+        found = self._call("encode", messages=list(messages), tools=list(tools), max_len=max_len, **form)
         if not found:
             return None
         return _checked(found, "the conversation")

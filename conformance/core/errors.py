@@ -8,7 +8,7 @@ line, without the usage.
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:  # the command line says what is wrong with its options without pydantic, whose import takes a while
@@ -94,6 +94,27 @@ def one_line(error: BaseException) -> str:
     """Returns a library's error message in one line, cut after 300 characters; its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def lost_message(number: int, turn: Mapping[str, Any]) -> UsageError:
+    """Returns the error for a message of a conversation that the chat template leaves out."""
+    return UsageError(
+        f"the chat template leaves out message {number}, of the role {turn['role']!r}, "
+        f"{str(turn.get('content') or '').strip()[:40]!r}; correct the tokenizer's files, or leave the message out"
+    )
+
+
+def lost_calls(number: int) -> UsageError:
+    """Returns the error for a message of which the chat template leaves out the calls of tools."""
+    return UsageError(
+        f"the chat template leaves out 'tool_calls' of message {number}; give the model's folder a template that "
+        f"writes them, or write them into 'content'"
+    )
+
+
+def not_encoded(folder: object, place: str, error: BaseException) -> UsageError:
+    """Returns the error for a sample that the chat template or the tokenizer of a folder cannot render or encode."""
+    return UsageError(f"the tokenizer in {folder} cannot encode {place}: {one_line(error)}")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):

@@ -13,11 +13,12 @@ from typing import Any
 
 from conformance.core.errors import UsageError, did_you_mean
 from conformance.core.host import FIXTURES, resolve
-from conformance.data.forms import read_samples
-from conformance.data.samples import read_dataset
+from conformance.data.forms import Sample, read_labelled, read_preferences, read_samples
+from conformance.data.samples import PREFERENCE_COLUMNS, ROLLOUT_COLUMNS, STEPWISE_COLUMNS, read_dataset
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.folder_checks import check_model_folder
 from conformance.oracle.chat import ChatTemplate
+from conformance.spec.offline import LABEL
 from conformance.spec.scenario import DataConfig
 
 TEMPLATES = FIXTURES / "templates"
@@ -40,11 +41,16 @@ class TemplateFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Holds a conversation. is_own: whether a user gave it, so that nothing of it may get lost."""
+    """Holds a conversation. is_own: whether a user gave it, so that nothing of it may get lost.
+
+    first, is_pair: of conformance.data.forms.Sample.
+    """
 
     name: str
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] = ()
+    first: int = 0
+    is_pair: bool = False
     is_own: bool = True
 
 
@@ -80,13 +86,38 @@ def own_template(model: Path, *, trusted: bool) -> TemplateFolder:
 
 
 def read_conversations(path: str) -> list[Conversation]:
-    """Reads the conversations of a data set, or those of the suite for an empty path."""
+    """Reads the conversations of a data set, both answers of a preference, or those of the suite for an empty path.
+
+    Raises UsageError for records that are no texts.
+    """
     if path:
-        places = [place for place, _ in read_dataset(resolve(path))]
-        samples = zip(places, read_samples(DataConfig(path=path)), strict=True)
-        return [Conversation(name=place, messages=one.messages, tools=one.tools) for place, one in samples]
+        return [
+            Conversation(name=place, messages=one.messages, tools=one.tools, first=one.first, is_pair=one.is_pair)
+            for place, one in _samples(path)
+        ]
     lines = CONVERSATIONS.read_text(encoding="utf-8").splitlines()
     return [Conversation(**json.loads(line), is_own=False) for line in lines]
+
+
+def _samples(path: str) -> list[tuple[str, Sample]]:
+    config, records = DataConfig(path=path), read_dataset(resolve(path))
+    place, columns = records[0][0], records[0][1].keys()
+    tokens = "input_ids" in columns and not read_samples(config)[0].messages
+    if tokens or columns >= ROLLOUT_COLUMNS or columns >= {*STEPWISE_COLUMNS}:
+        raise UsageError(
+            f"{place}: {'tokens' if tokens else 'rollouts or labelled steps'} are not judged by `parity text`, which "
+            f"renders texts and conversations; give --data a file of these, or judge this one by `parity run`"
+        )
+    places = [place for place, _ in records]
+    if columns >= {*PREFERENCE_COLUMNS}:
+        both = zip(places, read_preferences(config), strict=True)
+        return [
+            (f"{place}, {name}", one)
+            for place, pair in both
+            for name, one in zip(PREFERENCE_COLUMNS, pair, strict=True)
+        ]
+    samples = read_labelled(config) if columns >= {"completion", LABEL} else read_samples(config)
+    return list(zip(places, samples, strict=True))
 
 
 def _special(values: Mapping[str, Any]) -> dict[str, str]:

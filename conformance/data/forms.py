@@ -257,7 +257,7 @@ def _stepwise(record: Mapping[str, Any], place: Place) -> Sample:
     texts = tuple(text_of(step, "completions", place) for step in steps)
     answered = {"prompt": prompt, "completion": "\n".join(texts)}
     sample = _sample(answered, ("prompt", "completion"), place)
-    return replace(sample, steps=texts, labels=tuple(map(float, labels)), record=record)
+    return replace(sample, steps=texts, labels=tuple(map(float, labels)), record=record, place=place)
 
 
 def _labelled(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> Sample:
@@ -267,7 +267,7 @@ def _labelled(record: Mapping[str, Any], columns: Sequence[str], place: Place) -
             f"{place}: {LABEL!r} must be 1 (true) for a desired answer or 0 (false), got {shown(label)}; correct or "
             f"remove the sample"
         )
-    return replace(sample, columns={LABEL: float(label)}, record=record)
+    return replace(sample, columns={LABEL: float(label)}, record=record, place=place)
 
 
 def mismatched(sample: Sample, other: Sample) -> Sample:
@@ -286,7 +286,10 @@ def _preference(
     pairs = enumerate(zip(chosen.messages, rejected.messages, strict=False))
     alike = next((at for at, (one, other) in pairs if one != other), 0)
     columns = {name: number_of(record, name, place) for name in numbers}
-    both = [replace(one, first=max(one.first, alike), columns=columns, record=record) for one in (chosen, rejected)]
+    both = [
+        replace(one, first=max(one.first, alike), columns=columns, record=record, place=place)
+        for one in (chosen, rejected)
+    ]
     if not all(one.trained for one in both) or alike == 0:
         raise UsageError(
             f"{place}: 'chosen' and 'rejected' must be answers of an assistant to one prompt; give both the same turns "

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NoReturn
 
-from conformance.core.errors import UsageError, one_line
+from conformance.core.errors import UsageError, lost_calls, lost_message, not_encoded, one_line
 from conformance.core.host import resolve
 from conformance.core.io import MIB
 from conformance.data.forms import Sample
@@ -140,15 +140,13 @@ def _without_template(sample: Sample, tokenizer: Any) -> tuple[list[int], list[t
 
 def _check_calls(sample: Sample, tokenizer: Any) -> None:
     """Raises UsageError if the chat template leaves out calls of tools, which would be trained on."""
-    if not any(sample.messages[turn].get("tool_calls") for turn in sample.trained):
+    calling = [turn for turn in sample.trained if sample.messages[turn].get("tool_calls")]
+    if not calling:
         return
     without = tuple({k: v for k, v in turn.items() if k != "tool_calls"} for turn in sample.messages)
     count = len(sample.messages)
     if _render(sample, count, tokenizer) == _render(replace(sample, messages=without), count, tokenizer):
-        raise UsageError(
-            "the chat template leaves out 'tool_calls'; give the model's folder a template that writes them, or write "
-            "them into 'content'"
-        )
+        raise lost_calls(calling[0] + 1)
 
 
 def _check_kept(sample: Sample, tokenizer: Any) -> None:
@@ -161,13 +159,7 @@ def _check_kept(sample: Sample, tokenizer: Any) -> None:
             continue
         turns = (*sample.messages[:number], {**turn, "content": _ELSEWHERE}, *sample.messages[number + 1 :])
         if _render(replace(sample, messages=turns), count, tokenizer) == whole:
-            what = (
-                "the answer" if turn["role"] == "assistant" else f"message {number + 1}, of the role {turn['role']!r},"
-            )
-            raise UsageError(
-                f"the chat template leaves out {what} {content[:40]!r}; correct the tokenizer's files, or leave the "
-                f"message out"
-            )
+            raise lost_message(number + 1, turn)
 
 
 def _as_marked(sample: Sample, tokenizer: Any) -> Encoded:
@@ -443,10 +435,8 @@ class Documents:
                     encoded = self._shared.get(key) if sample.messages else None
                     self._encoded[index] = encoded or encode(sample, self._tokenizer)
             except Exception as error:  # a user's template may raise anything
-                raise UsageError(
-                    f"the tokenizer in {self._tokenizer.name_or_path} cannot encode sample {number} of "
-                    f"{self.config.path}: {one_line(error)}"
-                ) from None
+                place = sample.place or f"sample {number} of {self.config.path}"
+                raise not_encoded(self._tokenizer.name_or_path, place, error) from None
             if len(self._shared) < MOST_SHARED and sample.messages:
                 self._shared[key] = self._encoded[index]
             if (now := time.monotonic()) > self._report_at:

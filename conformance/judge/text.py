@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from conformance.backends.text import ServedPipeline, TextFailed, TextInfo
-from conformance.core.errors import UsageError, first_few, one_line
+from conformance.core.errors import UsageError, first_few, not_encoded, one_line
 from conformance.data.chat_templates import Conversation, TemplateFolder
 from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, load_tokenizer
 from conformance.oracle.chat import KINDS, Label, Rendered
@@ -21,6 +21,7 @@ from conformance.results.verdict import State
 NO_LIMIT = 2**20  # tokens
 SHORTEST_MATCH = 6  # tokens; shorter parts of texts that differ agree by chance
 EDGE = 2  # tokens at both ends of a common part, which may belong to what differs
+SWITCHES = ("weight", "train", "training", "loss")  # of a turn, as docs/guides/real-data.md says
 Encoded = tuple[list[int], list[bool]]
 
 
@@ -38,20 +39,30 @@ class TextCheck:
 class Expected:
     """Holds what the reference makes of a conversation. labels, marked: of each token."""
 
-    name: str
-    messages: Sequence[Any]
-    tools: Sequence[Any]
+    conversation: Conversation
     tokens: list[int]
     labels: list[Label]
     marked: list[bool] | None
 
     def targets(self, info: TextInfo) -> list[bool]:
         """Returns which tokens the rules of a pipeline train on."""
-        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        answers = [i for i in self.answers if not info.forms or i not in self.not_trained]
         turns = answers if info.turns == "all" else answers[-1:]
-        if info.marks and self.marked is not None:
+        if self.marked is not None:
             return [one and label.message in turns for one, label in zip(self.marked, self.labels, strict=True)]
         return [label.message in turns and label.kind in info.trains for label in self.labels]
+
+    @property
+    def answers(self) -> list[int]:
+        """The numbers of the assistant's turns."""
+        return [i for i, message in enumerate(self.conversation.messages) if message["role"] == "assistant"]
+
+    @property
+    def not_trained(self) -> list[int]:
+        """The numbers of those that the data set does not train on: earlier ones of a prompt, or switched off."""
+        turns = self.conversation.messages
+        off = [i for i in self.answers if any(turns[i].get(name) in (0, False) for name in SWITCHES)]
+        return [i for i in self.answers if i < self.conversation.first or i in off]
 
 
 def expected_of(
@@ -69,10 +80,12 @@ def expected_of(
                 rendered = folder.template.render(one.messages, one.tools)
         except Exception as error:  # a template may raise anything
             if one.is_own:
-                raise UsageError(f"{one.name}: {one_line(error)}, in {folder.folder}") from None
+                raise not_encoded(folder.folder, one.name, error) from None
             refused[one.name] = one_line(error)
             continue
-        if info.strips_end and not (info.marks and rendered.marked):
+        if not info.marks or (info.forms and one.is_pair):
+            rendered = replace(rendered, marked=None)
+        if info.strips_end and not rendered.marked:
             rendered = replace(rendered, text=rendered.text.rstrip())
         found.append(_tokenized(one, rendered, tokenizer))
     return found, refused
@@ -82,9 +95,7 @@ def _tokenized(one: Conversation, rendered: Rendered, tokenizer: Any) -> Expecte
     encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded["offset_mapping"]]
     return Expected(
-        name=one.name,
-        messages=one.messages,
-        tools=one.tools,
+        conversation=one,
         tokens=list(encoded["input_ids"]),
         labels=[rendered.labels[start] for start in starts],
         marked=None if rendered.marked is None else [rendered.marked[start] for start in starts],
@@ -109,12 +120,12 @@ def judge_conversations(
         return
     for one in expected:
         try:
-            encoded = pipeline.encode(one.messages, one.tools, NO_LIMIT)
+            encoded = _encoded(pipeline, one.conversation, NO_LIMIT)
         except (TextFailed, UsageError) as error:
-            failed[one.name] = one_line(error)
+            failed[one.conversation.name] = one_line(error)
             continue
         if encoded is None:
-            failed[one.name] = "left out without a word"
+            failed[one.conversation.name] = "left out without a word"
         else:
             pairs.append((one, encoded))
     tokenizer = load_tokenizer(folder.folder)
@@ -122,6 +133,10 @@ def judge_conversations(
     if pairs:
         yield _judge_mask(pairs, pipeline.info, tokenizer)
         yield _judge_truncation(pipeline, max(pairs, key=lambda pair: _cut_targets(pair[1])), tokenizer)
+
+
+def _encoded(pipeline: ServedPipeline, one: Conversation, limit: int) -> Encoded | None:
+    return pipeline.encode(one.messages, one.tools, limit, first=one.first, is_pair=one.is_pair)
 
 
 def _own_name(info: TextInfo, folder: TemplateFolder) -> str:
@@ -140,7 +155,9 @@ def _judge_text(pairs: Sequence[tuple[Expected, Encoded]], failed: dict[str, str
     same = f"{len(pairs) - len(wrong)} of {count} conversations have the template's tokens"
     if wrong:
         one, tokens = wrong[0]
-        text = f"{same}; first difference: {one.name}, {_difference(one.tokens, tokens, tokenizer)}{refusals}"
+        text = (
+            f"{same}; first difference: {one.conversation.name}, {_difference(one.tokens, tokens, tokenizer)}{refusals}"
+        )
         return TextCheck(stage="rendered text", state="differs", text=text, short=f"{len(wrong)} of {count} differ")
     state: State = "unsupported" if not pairs else "partly_observed" if failed else "conforms"
     short = "same" if not failed else f"same, {len(failed)} refused" if pairs else "refused"
@@ -159,7 +176,7 @@ def _judge_mask(pairs: Sequence[tuple[Expected, Encoded]], info: TextInfo, token
     """Judges the mask on the tokens that the pipeline and the template have in common."""
     wrong, trained, all_of = "", Counter[str](), Counter[str]()
     for one, (tokens, targets) in pairs:
-        wanted, last = one.targets(info), _last_answer(one)
+        wanted, last = one.targets(info), max(one.answers, default=-1)
         for at, place in _common(one.tokens, tokens):
             label = one.labels[at]
             part = label.kind if label.role == "assistant" else f"{label.role} message"
@@ -170,16 +187,18 @@ def _judge_mask(pairs: Sequence[tuple[Expected, Encoded]], info: TextInfo, token
             if targets[place] != wanted[at] and not wrong:
                 does = "trains on" if targets[place] else "does not train on"
                 shown = repr(tokenizer.decode(tokens[place : place + 12]))
-                wrong = f"{does} token {place} of {one.name}, {shown}: {part} of message {label.message + 1}"
+                wrong = (
+                    f"{does} token {place} of {one.conversation.name}, {shown}: {part} of message {label.message + 1}"
+                )
     parts = _parts(trained, all_of)
-    marked = info.marks and pairs[0][0].marked is not None
-    rule = "what the template marks" if marked else f"{', '.join(info.trains)} of {info.turns} answers"
+    rules = ["what the template marks"] if any(one.marked is not None for one, _ in pairs) else []
+    rules += (
+        [f"{', '.join(info.trains)} of {info.turns} answers"] if any(one.marked is None for one, _ in pairs) else []
+    )
+    off = sum(len(one.not_trained) for one, _ in pairs) if info.forms else 0
+    rule = " and ".join(rules) + (f", but for {off} that the data switch off or have in a prompt" if off else "")
     text = f"trains on {parts}" + (f"; but the rule is {rule}: {wrong}" if wrong else f", as its rule: {rule}")
     return TextCheck(stage="mask", state="differs" if wrong else "conforms", text=text, short=parts)
-
-
-def _last_answer(one: Expected) -> int:
-    return max((i for i, message in enumerate(one.messages) if message["role"] == "assistant"), default=-1)
 
 
 def _common(expected: Sequence[int], observed: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -219,7 +238,7 @@ def _judge_truncation(pipeline: ServedPipeline, pair: tuple[Expected, Encoded], 
     one, (tokens, targets) = pair
     limit, rule = _limit(tokens), pipeline.info.truncates
     try:
-        cut = pipeline.encode(one.messages, one.tools, limit)
+        cut = _encoded(pipeline, one.conversation, limit)
     except (TextFailed, UsageError) as error:
         state: State = "conforms" if rule == "error" else "differs"
         return TextCheck(stage="truncation", state=state, text=f"refuses {limit + 1} tokens: {error}", short="refused")

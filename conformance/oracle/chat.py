@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Literal
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import lost_calls, lost_message
 
 Message = Mapping[str, Any]
 Kind = Literal["header", "scaffold", "content", "end", "space"]
@@ -128,9 +128,9 @@ class _Span:
         exchanged = silent | {"content": EXCHANGED}
         other = template.text((*before, exchanged, *after), tools)
         if other == whole:
-            raise UsageError(f"the chat template renders message {number + 1} away: the text is the same without it")
+            raise lost_message(number + 1, messages[number])
         if messages[number].get("tool_calls") and template.text((*before, silent, *after), tools) == whole:
-            raise UsageError(f"the chat template renders 'tool_calls' of message {number + 1} away")
+            raise lost_calls(number + 1)
         ahead, found, behind = other.partition(EXCHANGED)
         start, same = _common(whole, other), _common(whole[::-1], other[::-1])
         if found:

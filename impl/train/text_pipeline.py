@@ -40,13 +40,21 @@ class ReferencePipeline:
             packs="in order",
             strips_end=True,
             endless=True,
+            forms=True,
         )
 
     def load(self, folder: Path, template: str) -> None:
         self.tokenizer = tokenizer.load_tokenizer(folder)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_len: int) -> dict[str, Any]:
-        sample = Sample(messages=tuple(messages), tools=tuple(tools))
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        max_len: int,
+        first: int = 0,
+        is_pair: bool = False,
+    ) -> dict[str, Any]:
+        sample = Sample(messages=tuple(messages), first=first, tools=tuple(tools), is_pair=is_pair)
         tokens, targets = tokenizer.encode(sample, self.tokenizer)
         return {"tokens": list(tokens[:max_len]), "targets": list(targets[:max_len])}
 

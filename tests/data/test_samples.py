@@ -112,7 +112,7 @@ def with_template(template: str) -> Any:
         ("{{ 1 / 0 }}", "division by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
         ("{{ 'a' * 10 ** 7 }}", "the chat template renders 10000000 characters"),
-        ("{{ messages[0]['content'] }}", "the chat template leaves out the answer '5.'"),
+        ("{{ messages[0]['content'] }}", "the chat template leaves out message 2, of the role 'assistant', '5.'"),
         ("", "the chat template leaves out message 1, of the role 'user'"),
         ("{{ messages[-1]['content'] }}{{ messages[0]['content'] }}", "nothing comes before the first token of the"),
     ],
@@ -120,7 +120,7 @@ def with_template(template: str) -> Any:
 def test_a_template_that_does_not_serve_is_told_with_the_sample(template: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_bytes(GOOD)
     with pytest.raises(
-        UsageError, match=rf"the tokenizer in .*llama cannot encode sample 1 of .*mine.jsonl: .*{message}"
+        UsageError, match=rf"the tokenizer in .*llama cannot encode .*mine.jsonl, line 1: .*{message}"
     ) as error:
         load_documents(DataConfig(path=str(tmp_path / "mine.jsonl")), with_template(template))
     one_line(error)
@@ -131,7 +131,7 @@ def test_a_template_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("conformance.data.tokenizer.SAMPLE_LIMIT_S", 0.2)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     began = time.process_time()
-    with pytest.raises(UsageError, match=r"sample 1 of .*mine.jsonl: it takes more than 0.2 s"):
+    with pytest.raises(UsageError, match=r"mine.jsonl, line 1: it takes more than 0.2 s"):
         load_documents(DataConfig(path=str(tmp_path / "mine.jsonl")), with_template(loop))
     assert time.process_time() - began < 5
 

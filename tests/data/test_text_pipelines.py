@@ -11,10 +11,12 @@ from conformance.backends.faults import Fault
 from conformance.backends.text import OrderPlan, ServedPipeline, TextInfo
 from conformance.core.errors import UsageError
 from conformance.data.chat_templates import Conversation, TemplateFolder, own_template, published, read_conversations
-from conformance.data.tokenizer import load_tokenizer
+from conformance.data.forms import EXAMPLES, read_labelled, read_preferences, read_samples
+from conformance.data.tokenizer import encode, load_tokenizer
 from conformance.judge.sample_order import judge_order
 from conformance.judge.text import TextCheck, expected_of, judge_conversations
 from conformance.oracle.chat import RULES, ChatTemplate
+from conformance.spec.scenario import DataConfig
 from impl.faults.served import TEXT_FAULTS
 from impl.train.text_pipeline import ReferencePipeline
 
@@ -56,8 +58,10 @@ def test_templates_render_as_transformers_does(folders: dict[str, TemplateFolder
     for folder in folders.values():
         tokenizer, count = load_tokenizer(folder.folder), 0
         for one in expected_of(folder, read_conversations(""), INFO)[0]:
-            whole = tokenizer.apply_chat_template(list(one.messages), tools=one.tools or None, return_dict=False)
-            assert whole == one.tokens, (folder.name, one.name)
+            whole = tokenizer.apply_chat_template(
+                list(one.conversation.messages), tools=one.conversation.tools or None, return_dict=False
+            )
+            assert whole == one.tokens, (folder.name, one.conversation.name)
             count += 1
         assert count >= 6
 
@@ -73,10 +77,12 @@ def test_white_space_of_blocks_is_that_of_transformers(folders: dict[str, Templa
 
 
 def test_marks_of_the_template_are_those_of_transformers(folders: dict[str, TemplateFolder]) -> None:
-    folder = folders["phi3-marked"]
+    folder, info = folders["phi3-marked"], TextInfo(name="any", packages=(), marks=True)
     tokenizer = load_tokenizer(folder.folder)
-    for one in expected_of(folder, read_conversations(""), INFO)[0]:
-        made = tokenizer.apply_chat_template(list(one.messages), return_dict=True, return_assistant_tokens_mask=True)
+    for one in expected_of(folder, read_conversations(""), info)[0]:
+        made = tokenizer.apply_chat_template(
+            list(one.conversation.messages), return_dict=True, return_assistant_tokens_mask=True
+        )
         assert one.marked == [bool(mark) for mark in made["assistant_masks"]]
 
 
@@ -110,12 +116,12 @@ def test_packing_rules_by_hand() -> None:
         (
             CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"),
             [ASKED, ANSWERED, {"role": "tool", "content": "7"}, ANSWERED],
-            "line 2: .*message 3 away",
+            "line 2: .*leaves out message 3, of the role 'tool', '7'; correct",
         ),
         (
             CHATML,
             [ASKED, {**ANSWERED, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
-            "line 2: .*'tool_calls' of message 2 away",
+            "line 2: .*leaves out 'tool_calls' of message 2; give",
         ),
         ("{{ raise_exception('no roles') }}" + CHATML, [ASKED, ANSWERED], "line 2: no roles"),
     ],
@@ -163,7 +169,7 @@ def test_folder_of_a_user_is_judged() -> None:
 class Wrong(ReferencePipeline):
     """Answers with a mask of another length than its tokens."""
 
-    def encode(self, messages: Any, tools: Any, max_len: int) -> dict[str, Any]:
+    def encode(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {"tokens": [1, 2, 3], "targets": [True]}
 
 
@@ -177,3 +183,48 @@ def test_resume_continues_without_a_sample_twice() -> None:
     plan = OrderPlan(samples=23, ranks=2, rows=3, after=3)
     (whole,), (left,) = (ReferencePipeline().order(one) for one in (OrderPlan(samples=23, ranks=2, rows=3), plan))
     assert [rank[3:] for rank in whole] == left
+
+
+EARLIER = [ASKED, ANSWERED, {"role": "user", "content": "4 + 5?"}]
+FORMS = [
+    *(record for _, _, record in EXAMPLES),
+    *(
+        {"messages": [ASKED, {**ANSWERED, name: off}, ASKED, ANSWERED]}
+        for name, off in (("weight", 0), ("train", False))
+    ),
+    {"prompt": EARLIER, "completion": [{"role": "assistant", "content": "9"}]},
+    {"prompt": EARLIER, "extra_info": {"answer": "9"}},
+    {"prompt": EARLIER, "chosen": "9", "rejected": "8"},
+    {"system": "Add.", "question": "2 + 3?", "answer": "5"},
+]
+
+
+@pytest.mark.parametrize("record", FORMS, ids=lambda record: "+".join(record))
+@pytest.mark.parametrize("template", ["qwen2.5", "phi3", "phi3-marked"])
+def test_data_form_has_the_mask_of_a_run(
+    template: str, record: dict[str, Any], tmp_path: Path, folders: dict[str, TemplateFolder]
+) -> None:
+    """For each form of docs/guides/real-data.md: what the pipeline and the judge train on is what `parity run` does."""
+    folder, data = folders[template], tmp_path / "own.jsonl"
+    data.write_text(json.dumps(record))
+    config = DataConfig(path=str(data), max_len=512)
+    if record.keys() & {"completions", "input_ids", "group"}:
+        with pytest.raises(UsageError, match=r"own.jsonl, line 1: .*judge this one by `parity run`"):
+            read_conversations(str(data))
+        return
+    if "chosen" in record:
+        samples = [one for pair in read_preferences(config) for one in pair]
+    else:
+        samples = read_labelled(config) if "label" in record else read_samples(config)
+    of_run = [encode(one, load_tokenizer(folder.folder)) for one in samples]
+    pipeline, conversations = ServedPipeline(ReferencePipeline()), read_conversations(str(data))
+    expected, refused = expected_of(folder, conversations, pipeline.info)
+    assert not refused
+    assert [(tuple(one.tokens), tuple(one.targets(pipeline.info))) for one in expected] == of_run
+    assert {one.state for one in judge_conversations(pipeline, folder, conversations)} == {"conforms"}
+
+
+def test_pipeline_without_forms_trains_on_all_answers(folders: dict[str, TemplateFolder]) -> None:
+    turns: list[dict[str, Any]] = [ASKED, {**ANSWERED, "weight": 0}, ASKED, ANSWERED]
+    (one,) = expected_of(folders["qwen2.5"], [Conversation(name="one", messages=turns)], INFO)[0]
+    assert {one.labels[at].message for at, is_target in enumerate(one.targets(INFO)) if is_target} == {1, 3}
