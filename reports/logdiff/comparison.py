@@ -24,7 +24,7 @@ from reports.logdiff.metrics import (
     is_ratio,
     of_any_size,
 )
-from reports.logdiff.run import SHOWN, Curve, Floats, Run
+from reports.logdiff.run import SHOWN, Curve, Decimals, Floats, Run
 from reports.logdiff.tolerance_band import Judged, within_digits, within_spread, within_threshold
 from reports.wording import plural
 
@@ -332,14 +332,15 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
     for one in alignment.metrics:
         x, y = one.sides
         any_size = of_any_size(one.metric)
-        zeros = [side.runs[0].zeros.get(one.metric, 0.0) for side in (a, b)]
+        known = [run.decimals.get(one.metric, Decimals()) for run in (*a.runs, *b.runs)]
         if spread:
-            judged = within_spread(x, y, metrics=len(alignment.metrics), any_size=any_size, exact=one.exact)
+            count = len(alignment.metrics)
+            judged = within_spread(x, y, metrics=count, any_size=any_size, exact=one.exact, decimals=known)
         elif one.exact:
-            judged = within_digits(x[0], y[0], zeros=zeros)
+            judged = within_digits(x[0], y[0], decimals=known)
         else:
             noisy = is_ratio(one.metric)
-            judged = within_threshold(x[0], y[0], threshold, any_size=any_size, noisy=noisy, zeros=zeros)
+            judged = within_threshold(x[0], y[0], threshold, any_size=any_size, noisy=noisy, decimals=known)
         means = x.mean(axis=0), y.mean(axis=0)
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first_outside(one, judged)))
     found: tuple[LikelyCause, ...] = ()

@@ -22,14 +22,26 @@ from typing import NamedTuple
 
 from conformance.core.errors import UsageError
 from reports.logdiff.metrics import canonical
-from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Bar, RoundedZero, Row, numbered, other_format, row_of
+from reports.logdiff.rows import (
+    FIXED,
+    LARGEST_STEP,
+    NO_STEP,
+    SCALES,
+    Bar,
+    Fixed,
+    Row,
+    numbered,
+    other_format,
+    row_of,
+    times,
+)
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 NUMBER = (
     r"[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,8}|\d{1,40})(?:\.\d{0,40})?(?:[eE][-+]?\d{1,4})?(?![\d])"
     r"|(?i:nan|inf(?:inity)?)(?![A-Za-z]))"
 )
-VALUE = rf"(?:np\.\w{{1,12}}\(|tensor\()?\[?['\"]?({NUMBER})"
+VALUE = rf"(?:np\.\w{{1,12}}\(|tensor\()?\[?['\"]?({NUMBER}(?: ?%|[kKMGB](?![\w/%]))?)"
 WORD = r"[A-Za-z_][\w./()@+%-]{0,120}"
 PREFIX = re.compile(
     r"""\s{0,40}(?:
@@ -192,10 +204,11 @@ def pairs(text: str) -> dict[str, float]:
 
 
 def number_of(text: str) -> float:
-    """The number that a text is; one such as ``0.000`` is a RoundedZero."""
-    if zero := re.fullmatch(r"[-+]?0\.(00+)", text):
-        return RoundedZero(half_unit=0.5 * 10.0 ** -len(zero[1]))
-    return float(text.replace(",", ""))
+    """The number that a text is, such as ``1,234.5``, ``12.5%`` or ``1.2M``."""
+    number, scale = text.replace(",", ""), "1"
+    if number[-1] in SCALES:
+        number, scale = number[:-1].rstrip(), SCALES[number[-1]]
+    return Fixed(number, scale) if FIXED.fullmatch(number) else times(float(number), float(scale))
 
 
 def compared(values: Mapping[str, float]) -> bool:

@@ -1,31 +1,50 @@
 """Holds what readers find: rows of numbers under a log's own names, and numbers the rows that name no step."""
 
 import math
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
 from reports.logdiff.metrics import STEP, canonical, is_evaluation
 
+LEAST_WITHOUT_EXPONENT = 1e-4  # of Python, and of C's %g
 LARGEST_STEP = 15  # digits
 TRANSPARENT = ("data", "metrics")  # keys whose objects are flattened without their name
 LARGEST = 2**63  # of whole numbers; an identifier may be larger
 RANK = ("rank", "global_rank", "process_index")  # names of the process in a line of JSON
+FIXED = re.compile(r"[-+]?[0-9]{1,40}\.[0-9]{1,40}")
 NO_STEP = -1  # of a row whose step is no whole number, or too large
 COUNTED = "the log counts no steps: its lines are counted instead (1, 2, 3, ...)"
 
 
-class RoundedZero(float):
-    """A zero that a log printed with a number of decimals, so any number below half a unit of the last one."""
+SCALES = {"%": "0.01", "k": "1e3", "K": "1e3", "M": "1e6", "G": "1e9", "B": "1e9"}  # what may stand behind a number
 
-    def __new__(cls, *, half_unit: float) -> "RoundedZero":
-        return super().__new__(cls, 0.0)
 
-    def __init__(self, *, half_unit: float) -> None:
-        self.half_unit = half_unit
+class Fixed(float):
+    """A number that a log printed without an exponent. half_unit: half a unit of its last decimal, in its own unit.
+
+    is_padded: whether it is no shortest form of a number, such as ``0.50`` and ``0.000003``; then decimals are fixed.
+    """
+
+    def __new__(cls, text: str, scale: str = "1") -> "Fixed":
+        return super().__new__(cls, Decimal(text) * Decimal(scale))
+
+    __slots__ = ("half_unit", "is_padded")
+
+    def __init__(self, text: str, scale: str = "1") -> None:
+        decimals = text.partition(".")[2]
+        self.half_unit = float(Decimal(f"0.5e-{len(decimals)}") * Decimal(scale))
+        self.is_padded = len(decimals) > 1 and (text.endswith("0") or 0 < abs(float(text)) < LEAST_WITHOUT_EXPONENT)
+
+
+def times(value: float, unit: float) -> float:
+    """Returns a product without the error of binary fractions: 0.997 of 1e-3 is 0.000997."""
+    return float(Decimal(repr(float(value))) * Decimal(repr(unit)))
 
 
 @dataclass(frozen=True)
@@ -103,9 +122,10 @@ def _is_identifier(value: float) -> bool:
 def number_in(text: str) -> float | None:
     """The number that a text is, if it is one."""
     try:
-        return float(text) if len(text) <= 40 and "_" not in text else None
+        number = float(text) if len(text) <= 40 and "_" not in text else None
     except ValueError:
         return None
+    return Fixed(text.strip()) if FIXED.fullmatch(text.strip()) else number
 
 
 Bar = tuple[int, int, int]  # the number of rows before a progress bar, what it says is done, and of how many

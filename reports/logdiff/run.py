@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from conformance.core.errors import UsageError
 from reports.logdiff.metrics import METRICS, OF_RANK, TOKENS, Place, canonical, is_evaluation, is_known, plain_name
-from reports.logdiff.rows import Log, RoundedZero, Row
+from reports.logdiff.rows import Fixed, Log, Row, times
 
 SHOWN = 5  # places of a resume, and names, in a note
 
@@ -83,11 +83,22 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decimals:
+    """The last decimal of a metric that a log prints. half_unit: half a unit of it, in the canonical unit; 0: unknown.
+
+    of_all: whether all its numbers have these decimals; else only its zeros, such as ``0.000``.
+    """
+
+    half_unit: float = 0.0
+    of_all: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One training log. ``tokens`` [T] at steps are cumulative; None if the log counts none,
     and ``tokens_added`` says that the log has each step's own.
 
-    ``zeros``: of metrics that the log printed as ``0.000``, half a unit of the last decimal, in the canonical unit.
+    ``decimals``: of metrics whose last decimal is known.
     ``resumed`` are the steps at which the log goes back and begins again. ``ignored`` are columns that are not
     compared, under the log's own names.
     """
@@ -102,7 +113,7 @@ class Run:
     notes: tuple[str, ...]
     resumed: tuple[int, ...]
     ignored: tuple[str, ...]
-    zeros: Mapping[str, float]
+    decimals: Mapping[str, Decimals]
 
 
 Points = dict[str, dict[int, dict[str, tuple[int, float]]]]  # metric, step, process: rank of the name, value
@@ -115,7 +126,7 @@ def run_of(log: Log, *, name: str) -> Run:
     points: Points = {}
     blank: dict[str, set[int]] = {}
     ignored: dict[str, None] = {}
-    zeros: dict[str, float] = {}
+    printed: dict[str, set[tuple[float, bool, bool]]] = {}
     highest, again = -1, False
     for row in rows:
         assert row.step is not None
@@ -125,11 +136,14 @@ def run_of(log: Log, *, name: str) -> Run:
             if (place := _place(own)) is None:
                 ignored[own] = None
                 continue
-            if isinstance(value, RoundedZero):
-                zeros[place.metric] = max(zeros.get(place.metric, 0.0), value.half_unit * place.unit)
+            if isinstance(value, Fixed):
+                form = times(value.half_unit, place.unit), value.is_padded, not value
+                printed.setdefault(place.metric, set()).add(form)
+            elif math.isfinite(value):
+                printed.setdefault(place.metric, set()).add((0.0, False, False))
             processes = points.setdefault(place.metric, {}).setdefault(row.step, {})
             if row.process not in processes or place.rank <= processes[row.process][0]:
-                processes[row.process] = place.rank, value * place.unit
+                processes[row.process] = place.rank, times(value, place.unit)
         for own in row.blank:
             if place := canonical(own):
                 blank.setdefault(place.metric, set()).add(row.step)
@@ -176,8 +190,16 @@ def run_of(log: Log, *, name: str) -> Run:
         notes=tuple(notes),
         resumed=resumed,
         ignored=tuple(ignored),
-        zeros=zeros,
+        decimals={metric: _decimals(forms) for metric, forms in printed.items()},
     )
+
+
+def _decimals(forms: Set[tuple[float, bool, bool]]) -> Decimals:
+    """Of a metric, by its numbers' half units, whether they are padded, and whether they are 0."""
+    (half_unit, *others) = {unit for unit, _, _ in forms}
+    if not others and half_unit and any(is_padded for _, is_padded, _ in forms):
+        return Decimals(half_unit=half_unit, of_all=True)
+    return Decimals(half_unit=max((unit for unit, is_padded, is_zero in forms if is_padded and is_zero), default=0.0))
 
 
 def _place(own: str) -> Place | None:

@@ -22,7 +22,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from reports.logdiff.run import Floats
+from reports.logdiff.run import Decimals, Floats
 
 ERROR = 0.01  # the probability that honest runs are flagged in any metric, at most
 NEIGHBOURS = 5  # positions on each side that a variance is pooled over
@@ -33,6 +33,7 @@ SMALLEST = 1e-4  # size of a metric of order one; below it are what cancelled su
 CANCELLED = 1e-2  # of its size; a difference of sums of either sign that is smaller is rounding
 QUARTILE = 0.75  # of a metric's values, whose size is its size: one spike among them says nothing about the others
 SHORT = 0.05  # relative; half a unit of a second digit: what is printed as 1e-05 is that, and not rounded from 1.4e-05
+UNKNOWN = (Decimals(), Decimals())  # of two sides
 SMALL = 1e-3  # of a metric's size: differences of smaller values are not taken as ratios
 
 
@@ -54,7 +55,13 @@ class Judged:
 
 
 def within_threshold(
-    a: Floats, b: Floats, threshold: float, *, any_size: bool, noisy: bool = False, zeros: Sequence[float] = (0.0, 0.0)
+    a: Floats,
+    b: Floats,
+    threshold: float,
+    *,
+    any_size: bool,
+    noisy: bool = False,
+    decimals: Sequence[Decimals] = UNKNOWN,
 ) -> Judged:
     """One run a side, [T] each: b - a relative to a; digits that a log does not print are allowed.
 
@@ -64,13 +71,14 @@ def within_threshold(
 
     ``noisy``: of a ratio, such as a divergence or the share of clipped tokens, in which two honest runs differ by its
     noise from step to step. That noise is allowed as well; means over more steps, whose noise is smaller, are judged.
-    ``zeros``: what each side's printed zeros stand for at most.
+    ``decimals``: of each side, where they are known.
     """
     known = _known(a, b)
     size = _size(known, any_size=any_size)
     signed = bool((known < 0).any() and (known > 0).any())
     scale = np.maximum(np.abs(a), max(size if signed else SMALL * size, 0.0 if any_size else SMALLEST))
-    digits = unprinted(a, any_size=any_size) + unprinted(b, any_size=any_size) + _of_zeros(a, b, zeros)
+    digits = unprinted(a, any_size=any_size, decimals=decimals[0])
+    digits = digits + unprinted(b, any_size=any_size, decimals=decimals[1])
     if noisy:
         return _within_noise(a, b, scale=scale, allowed=threshold * scale + digits)
     return _judged(a, b, scale=scale, allowed=threshold * scale + digits)
@@ -103,17 +111,14 @@ def _within_noise(a: Floats, b: Floats, *, scale: Floats, allowed: Floats) -> Ju
     return replace(judged, outside=found > 0, spans=found, shown=shown, bound=bound)
 
 
-def _of_zeros(a: Floats, b: Floats, zeros: Sequence[float]) -> Floats:
-    return np.where(a == 0, zeros[0], 0.0) + np.where(b == 0, zeros[1], 0.0)
-
-
-def within_digits(a: Floats, b: Floats, *, zeros: Sequence[float] = (0.0, 0.0)) -> Judged:
+def within_digits(a: Floats, b: Floats, *, decimals: Sequence[Decimals] = UNKNOWN) -> Judged:
     """One run a side, [T] each, of a metric that is exact: b - a relative to a.
 
     Allowed are the digits that a log does not print, and LEAST of the largest value: a schedule multiplies that one.
     """
     largest = float(np.abs(_known(a, b)).max(initial=0.0))
-    digits = unprinted(a, any_size=True, exact=True) + unprinted(b, any_size=True, exact=True) + _of_zeros(a, b, zeros)
+    digits = unprinted(a, any_size=True, exact=True, decimals=decimals[0])
+    digits = digits + unprinted(b, any_size=True, exact=True, decimals=decimals[1])
     return _judged(a, b, scale=np.maximum(np.abs(a), SMALL * largest), allowed=LEAST * largest + digits)
 
 
@@ -140,10 +145,13 @@ def _judged(a: Floats, b: Floats, *, scale: Floats, allowed: Floats) -> Judged:
     )
 
 
-def within_spread(a: Floats, b: Floats, *, metrics: int, any_size: bool, exact: bool = False) -> Judged:
+def within_spread(
+    a: Floats, b: Floats, *, metrics: int, any_size: bool, exact: bool = False, decimals: Sequence[Decimals] = ()
+) -> Judged:
     """Several runs a side, [R, T] and [S, T], R + S > 2; ``metrics``: how many are judged, ``any_size`` as above.
 
     ``exact``: of a metric whose values are as they were configured, or rounded by a log to the digits that it shows.
+    ``decimals``: of each run, where they are known.
     """
     count = a.shape[1]
     finite = np.isfinite(a).all(axis=0) & np.isfinite(b).all(axis=0)
@@ -162,7 +170,8 @@ def within_spread(a: Floats, b: Floats, *, metrics: int, any_size: bool, exact: 
             x, y = (np.log(side[:, finite]) if logarithmic else side[:, finite] / (size or 1.0) for side in (a, b))
             units = size or 1.0
             digits = [
-                unprinted(v, any_size=any_size, exact=exact) / (np.abs(v) if logarithmic else units) for v in (*a, *b)
+                unprinted(v, any_size=any_size, exact=exact, decimals=one) / (np.abs(v) if logarithmic else units)
+                for v, one in zip((*a, *b), decimals or [Decimals()] * (len(a) + len(b)), strict=True)
             ]
         rounding = np.max(digits, axis=0)[finite]
         for span in reversed(spans):
@@ -226,18 +235,22 @@ def _independent(residuals: Floats) -> float:
     return (1 - r) / (1 + r)
 
 
-def unprinted(values: Floats, *, any_size: bool, exact: bool = False) -> Floats:
+def unprinted(values: Floats, *, any_size: bool, exact: bool = False, decimals: Decimals = UNKNOWN[0]) -> Floats:
     """What a log may have rounded away of each of a run's values [T].
 
-    That is what ``printed`` says, and at most SHORT of the value, or, where the metric is not of ``any_size``, of the
-    size of the run's values: 1.0 against 0.0 is no matter of digits. Of an ``exact`` metric, one value throughout or
-    values of one digit are what was configured, and nothing is rounded away.
+    That is half a unit where a log prints fixed ``decimals``. Else it is what ``printed`` says, and at most SHORT of
+    the value, or, where the metric is not of ``any_size``, of the size of the run's values: 1.0 against 0.0 is no
+    matter of digits. Of an ``exact`` metric, one value throughout or values of one digit are what was configured, and
+    nothing is rounded away.
     """
+    if decimals.of_all:
+        return np.full(len(values), decimals.half_unit)
+    of_zeros = np.where(values == 0, decimals.half_unit, 0.0)
     finite = values[np.isfinite(values)]
     if exact and (len(np.unique(finite[finite != 0])) < 2 or _figures(values)[0] < 2):
-        return np.zeros(len(values))
+        return of_zeros
     size = np.abs(values) if any_size else _size(finite, any_size=True) if finite.size else 0.0
-    return np.minimum(printed(values), SHORT * size)
+    return np.minimum(printed(values), SHORT * size) + of_zeros
 
 
 def printed(values: Floats) -> Floats:

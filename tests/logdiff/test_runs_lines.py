@@ -16,7 +16,7 @@ from conformance.core.errors import UsageError
 from reports.logdiff.command import compare_sides
 from reports.logdiff.lines import FORMATS, Format
 from reports.logdiff.metrics import canonical
-from reports.logdiff.readers import read_log
+from reports.logdiff.readers import read_log, read_text
 from reports.logdiff.run import run_of
 
 IN_SAMPLES = {
@@ -315,3 +315,62 @@ def test_a_log_that_is_cut_anywhere_is_read_or_refused() -> None:
             except UsageError:
                 continue
             assert all(np.isfinite(curve.steps).all() for curve in run.curves.values())
+
+
+COSINE = [1e-3 * (1 + math.cos(math.pi * step / 31)) / 2 for step in range(1, 31)]
+VERL = "step:{step} - train/loss:2.5{step} - train/"
+
+
+def rates(folder: Path, line: str, factor: float = 1.0) -> bool:
+    """Whether rates that a console prints differ from exact ones; factor: of the printed ones."""
+    exact = [json.dumps({"step": step, "loss": float(f"2.5{step}"), "lr": rate}) for step, rate in enumerate(COSINE)]
+    lines = [line.format(step=step, rate=factor * rate, large=1e3 * factor * rate) for step, rate in enumerate(COSINE)]
+    (folder / "exact.jsonl").write_text("\n".join(exact))
+    (folder / "console.log").write_text("\n".join(lines))
+    found = compare_sides([[str(folder / "exact.jsonl")], [str(folder / "console.log")]])
+    assert found.comparable
+    return found.differs
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        VERL + "lr(1e-3):{large:.3f}",
+        VERL + "lr(1e-3):{large:.6f}",
+        VERL + "lr:{rate:.6f}",
+        VERL + "lr:{rate:.3e}",
+        VERL + "lr:{rate}",
+        VERL + "lr(1e-3):{large}",
+        "{{'loss': '2.5{step}', 'learning_rate': '{rate:.5f}', 'step': '{step}'}}",
+    ],
+)
+def test_rate_as_it_is_printed_equals_the_exact_one(line: str, tmp_path: Path) -> None:
+    assert not rates(tmp_path, line)
+    assert rates(tmp_path, line, factor=1.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "half_unit"),
+    [
+        ("12%", 0.12, 0.0),
+        ("12.5 %", 0.125, 0.0005),
+        ("1.20k", 1200.0, 5.0),
+        ("1.25M", 1.25e6, 5e3),
+        ("1,234.50", 1234.5, 0.005),
+        ("2.5e-3", 2.5e-3, 0.0),
+        ("10.00GB", 10.0, 0.005),
+        ("3.50ms", 3.5, 0.005),
+    ],
+)
+def test_suffix_of_a_number_scales_it_and_its_last_decimal(text: str, value: float, half_unit: float) -> None:
+    for line in (f"step: 1  loss: {text}  kl: 0.5", f"step 1 | loss={text} kl=0.5", f"step:1 - loss:{text} - kl:0.5"):
+        found = read_text(line, name="a.log").rows[0].values["loss"]
+        assert found == value
+        assert getattr(found, "half_unit", 0.0) == half_unit
+
+
+def test_tokens_in_thousands_and_in_numbers_are_the_same() -> None:
+    texts = ["step: 1  loss: 2.5  tokens: 900", "step: 2  loss: 2.25  tokens: 1.8k", "step: 3  loss: 2.0  tokens: 2.7K"]
+    run = opened("\n".join(texts))
+    assert run.tokens is not None
+    assert list(run.tokens.values) == [900.0, 1800.0, 2700.0]
