@@ -12,6 +12,7 @@ from pathlib import Path
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.forkserver_client import BlockStarter, Forkservers
 from conformance.runtime.gpu_inventory import (
+    VISIBLE,
     gpus_of,
     memory_of_gpus,
     more_shares,
@@ -173,7 +174,8 @@ class Gpus(LeasedSlots):
         what = "GPUs" if gpus_of(gpus) == gpus else "shares of GPUs"
         super().__init__(gpus, what=what, folder=lease_folder())
         self._gpus, self._forkservers = gpus, Forkservers(work_dir)
-        self._mps = Mps(is_wanted=shared) if gpus_of(gpus) != gpus else None
+        visible = visible_to(gpus) if VISIBLE in os.environ else {}
+        self._mps = Mps(is_wanted=shared, visible=visible) if gpus_of(gpus) != gpus else None
         self.holds_gpus = large and gpus_of(gpus) != gpus
 
     def names(self) -> Block:

@@ -37,8 +37,10 @@ logger = logging.getLogger(__name__)
 class Mps:
     """Keeps a daemon for the ranks of this run that share GPUs. Threads share it."""
 
-    def __init__(self, *, is_wanted: bool = True) -> None:
-        """is_wanted: whether to start a daemon without SWITCH."""
+    def __init__(self, *, is_wanted: bool = True, visible: Mapping[str, str] | None = None) -> None:
+        """is_wanted: whether to start a daemon without SWITCH. visible: variables that show the daemon its GPUs, by
+        UUID where the user gave numbers: a daemon that sees GPU 1 alone numbers it 0, and its clients find no GPU 1."""
+        self._environment = {**os.environ, **(visible or {})}
         self._daemons: list[subprocess.Popen[str]] = []  # the last one serves new ranks
         self._folder: Path | None = None
         self._variables: dict[str, str] | None = None
@@ -62,6 +64,7 @@ class Mps:
                 [sys.executable, "-P", __file__, str(self._folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                env=self._environment,
                 start_new_session=True,
                 text=True,
             )
@@ -92,7 +95,7 @@ class Mps:
         with self._starting:
             if number < self.number:
                 return True
-            if not self._variables or not (failure := _probed({**os.environ, **self._variables})):
+            if not self._variables or not (failure := _probed({**self._environment, **self._variables})):
                 return False
             logger.warning("MPS has failed (%s), and ranks that share a GPU get a new daemon", failure)
             self.number += 1

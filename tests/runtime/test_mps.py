@@ -32,6 +32,8 @@ DRIVER = """
 #include <unistd.h>
 int cuInit(int n) {
   char path[300];
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (visible && *visible == '1') return 100;  /* the daemon has one GPU, number 0 */
   snprintf(path, sizeof path, "%s/broken", getenv("CUDA_MPS_PIPE_DIRECTORY"));
   return access(path, F_OK) ? 0 : 807;
 }
@@ -117,6 +119,18 @@ def driver(daemon: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     source.write_text(DRIVER)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+
+def test_a_daemon_and_its_clients_mean_the_same_gpu_by_its_uuid(
+    driver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    slots = Gpus(("GPU-b#0", "GPU-b#1"), work_dir=tmp_path)
+    starter = slots.starter(("GPU-b#0",))
+    assert starter.variables["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    assert "CUDA_MPS_PIPE_DIRECTORY" in starter.more()
+    assert slots.mps == "on"
+    slots.close()
 
 
 def folder_of(running: mps.Mps) -> Path:
