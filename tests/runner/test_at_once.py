@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from recorded_bits import assert_same_bits, run_cells
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.host import HostResources, host_resources_of
-from conformance.judge.rejudge import rejudge
+from conformance.judge import rejudge as rejudging
+from conformance.judge.expected_differences import judge_cell
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import read_entry, read_output_json
+from conformance.results.verdict import Verdict
 from conformance.runner import attempt
 from conformance.runner import session as sessions
 from conformance.runner.attempt import JudgedCell
@@ -30,6 +34,15 @@ KEPT = 64 * 1024  # bytes of a cell in the controller
 PLAIN = BackendEntry(name="plain", target="plain_backend:Plain")
 
 
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    own = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(own)
+
+
+@pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("fitting", [1, 2])
 def test_lanes_run_cells_at_once_as_memory_allows(
     fitting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -64,7 +77,15 @@ def test_lanes_run_cells_at_once_as_memory_allows(
     assert caplog.text.count("memory suffices for 1 cells at once, not for 2") == (fitting < 2)
     assert read_output_json(out / "summary.json")["leased"] == {}
     verdicts = [read_entry(session.folder(cell) / "verdict.json").verdict for cell in cells]
-    rejudge(out)  # in this process
+    threads: list[int] = []
+
+    def counted(*given: Any, **options: Any) -> Verdict:
+        threads.append(torch.get_num_threads())
+        return judge_cell(*given, **options)
+
+    monkeypatch.setattr(rejudging, "judge_cell", counted)
+    rejudging.rejudge(out)  # in this process
+    assert threads == [1] * 3
     assert verdicts == [read_entry(session.folder(cell) / "verdict.json").verdict for cell in cells]
 
 
@@ -155,55 +176,40 @@ def test_cells_are_announced_without_asking_backends(
     assert read_entry(session.folder(cell) / "verdict.json").verdict.state == "not_run"
 
 
+@pytest.mark.usefixtures("four_threads")
 def test_judging_threads_use_one_processor_each() -> None:
     """torch's own number is that of all processors; two cells side by side would start twice as many threads."""
     cells = [make_cell("sft-packed", "llama", layout, "exact") for layout in ("dp1", "dp2")]
-    own = torch.get_num_threads()
-    torch.set_num_threads(4)
     at_once = AtOnce(2)
-    try:
-        assert [*at_once.run(cells, lambda cell: torch.get_num_threads())] == [1, 1]
-        at_once.join()
-    finally:
-        torch.set_num_threads(own)
+    assert [*at_once.run(cells, lambda cell: torch.get_num_threads())] == [1, 1]
+    at_once.join()
 
 
 COUNT = """
-import sys
+import os, sys
 from pathlib import Path
 import torch
-from conftest import make_cell
-from conformance.backends.protocol import BackendEntry
-from conformance.core.process import thread_count
-from conformance.judge.rejudge import rejudge
-from conformance.judge.side_by_side import write_side_by_side
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 
-PLAIN = BackendEntry(name="plain", target="plain_backend:Plain")
-
-if __name__ == "__main__":
-    out, done = Path(sys.argv[1]), []
-    torch.set_num_threads(4)
-    cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=PLAIN, steps=1)
-    with Session(SessionConfig(out=out, budget_s=60)) as session:
-        session.run_all([cell], progress=done.append)
-    rejudge(out)
-    write_side_by_side(out)
-    before = thread_count()
+def started():
+    before = os.listdir("/proc/self/task")
     torch.ones(1000, 1000).mm(torch.ones(1000, 1000))
-    print([one.verdict.state for one in done], thread_count() - before)
+    return len({*os.listdir("/proc/self/task")} - {*before})
+
+torch.set_num_threads(4)
+with Session(SessionConfig(out=Path(sys.argv[1]))):
+    inside = started()
+print(inside, started())
 """
 
 
-def test_judging_starts_no_threads_of_torch(tmp_path: Path) -> None:
-    """They spin while they wait for each other. So the user's own computation, after it, is the first to start them."""
-    script = tmp_path / "count.py"
-    script.write_text(COUNT)
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    command, env = [sys.executable, str(script), str(tmp_path / "out")], {**os.environ, "PYTHONPATH": paths}
+def test_a_session_starts_no_threads_of_torch(tmp_path: Path) -> None:
+    """They spin while they wait for each other. Afterwards the user's own computations start them as before."""
+    command = [sys.executable, "-c", COUNT, str(tmp_path / "out")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert said.stdout == "['conforms'] 3\n", said.stderr
+    assert said.stdout == "0 3\n", said.stderr
 
 
 @pytest.mark.exhaustive
