@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -153,21 +153,22 @@ class _LiftBelowAutograd(EagerMode):
             return func(*args, **kwargs)
 
 
-@contextmanager
-def in_place_of_lifting(mode: TorchDispatchMode) -> Iterator[bool]:
-    """Enters ``mode``. Yields whether it has taken the place of the exact tier's mode below autograd, and so has to use
-    ``lifted_below`` itself: two modes cost an operator twice as much as one."""
-    lifting = _get_current_dispatch_mode()
-    if not isinstance(lifting, _LiftBelowAutograd):
-        with mode:
-            yield False
-        return
-    _pop_mode()
-    try:
-        with mode:
-            yield True
-    finally:
-        _push_mode(lifting)
+class InPlaceOfLifting(EagerMode):
+    """Base of modes that take the place of the exact tier's mode below autograd, and so have to use ``lifted_below``
+    where ``lifts`` is true: two modes cost an operator twice as much as one."""
+
+    lifts = False
+
+    def __enter__(self) -> Self:
+        self.lifts = isinstance(_get_current_dispatch_mode(), _LiftBelowAutograd)
+        if self.lifts:
+            self._replaced: TorchDispatchMode = _pop_mode()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if self.lifts:
+            _push_mode(self._replaced)
 
 
 def may_be_lifted(func: Any) -> bool:
@@ -218,7 +219,7 @@ class Leak:
     count: int
 
 
-class LeakWatch(EagerMode):
+class LeakWatch(InPlaceOfLifting):
     """Records the ops inside a ``with`` block that return a tensor of a lower precision; the exact tier expects none.
 
     May be entered inside or around ``exact_tier()``. It sees each op that reaches the kernels, also in backward passes;
@@ -237,9 +238,13 @@ class LeakWatch(EagerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if not PLAIN.issuperset(types):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        self.see(func, result)
-        return result
+        with torch._C.DisableTorchFunction():  # as in _LiftBelowAutograd
+            kwargs = kwargs or {}
+            lifted = lifted_below(func, args, kwargs) if self.lifts else None
+            args, kwargs = lifted or (args, kwargs)
+            result = func(*args, **kwargs)
+            self.see(func, result)
+            return result
 
     def see(self, func: Any, result: Any) -> None:
         """Counts the result of an op if its dtype is low.

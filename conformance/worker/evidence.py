@@ -25,9 +25,8 @@ from torch._subclasses import FakeTensor
 
 from conformance.numerics.float64_tier import (
     PLAIN,
-    EagerMode,
+    InPlaceOfLifting,
     LeakWatch,
-    in_place_of_lifting,
     lifted_below,
 )
 from conformance.numerics.sketch import on_cpu
@@ -104,7 +103,7 @@ class Embedding:
         )
 
 
-class Watch(EagerMode):
+class Watch(InPlaceOfLifting):
     """Counts collectives and matrix products inside its ``with`` block.
 
     The pass is ``forward`` before the first call of the autograd engine, ``backward N`` inside its call number N
@@ -184,7 +183,6 @@ class Watch(EagerMode):
         self._tasks: dict[int, int] = {}
         self._last = 0  # the number of the latest call of the engine
         self._task, self._where = -1, "forward"  # what the latest operator was part of
-        self._lifts = False  # the exact tier leaves it to this mode to replace dtypes
         self._recorded = False  # a function runs without gradients whose graph is recorded as a whole
         self._reading = False
         self._updating = False
@@ -204,7 +202,7 @@ class Watch(EagerMode):
             for module, kind in FUNCTIONS:
                 if (function := getattr(sys.modules.get(module), kind, None)) is not None:
                     all_.enter_context(mock.patch.object(function, "apply", partial(self._of_function, function.apply)))
-            self._lifts = all_.enter_context(in_place_of_lifting(self))
+            all_.enter_context(self)
             yield
             if (histories := sys.modules.get(HISTORIES)) is not None:
                 with self.reading():
@@ -303,7 +301,7 @@ class Watch(EagerMode):
         with _NoTorchFunction():
             kwargs = kwargs or {}
             operator = OPERATORS.get(id(func)) or operator_of(func)
-            lifted = lifted_below(func, args, kwargs) if self._lifts and operator.may_be_lifted else None
+            lifted = lifted_below(func, args, kwargs) if self.lifts and operator.may_be_lifted else None
             given, named = lifted or (args, kwargs)
             if self._reading:
                 result = func(*given, **named)
