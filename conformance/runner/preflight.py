@@ -155,6 +155,9 @@ class Refusals:
                 if method not in adapter.traits.methods:
                     reason = f"{backend.backend.name} has no {method}, so it cannot transfer training state"
                     return Verdict(state="unsupported", reason=f"{reason}; use a checkpoint or an export")
+        if "te" in after.layout.options and after.layout.float8:
+            reason = "no resume in float8 by TransformerEngine is judged yet"
+            return Verdict(state="unsupported", reason=f"{reason}; use a cell of one phase, or leave te and float8 out")
         if "fp8delayed" in after.layout.options:
             reason = "no checkpoint holds the histories of fp8delayed, so that a resumed phase would begin without"
             return Verdict(state="unsupported", reason=f"{reason}; use a cell of one phase, or fp8tensor")

@@ -24,6 +24,7 @@ from conformance.judge.work_evidence import _engine_casts as engine_claims
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import with_skeleton
 from conformance.runner.placement import SessionConfig
+from conformance.runner.preflight import Refusals
 from conformance.runner.session import Session
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.spec.layout import Float8Recipe, Layout
@@ -73,6 +74,13 @@ def test_refusals_name_the_way_out(
     asked = cell(layout, precision, scenario=scenario)
     found = float8_refused(asked.scenario, asked.phases[0].layout, shape)
     assert re.search(advice, found) if advice else not found
+
+
+@pytest.mark.parametrize(("layout", "is_refused"), [("dp2.te.fp8tensor", True), ("dp2.te", False)])
+def test_a_resume_in_float8_is_refused(layout: str, is_refused: bool) -> None:
+    asked = cell_of("megatron", "sft-warmup", "llama", layout, "fp32")
+    found = Refusals("cpu")._handover_refusal(asked, *asked.phases)
+    assert ("use a cell of one phase, or leave te and float8 out" in found.reason if found else False) is is_refused
 
 
 def test_megatron_is_told_the_recipe() -> None:
