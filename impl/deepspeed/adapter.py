@@ -266,6 +266,11 @@ def _muon_support(scenario: Scenario, layout: Layout) -> str:
             "DeepSpeed's Muon takes each parameter for a matrix, and has five Newton-Schulz steps of the coefficients "
             "'simple'; leave fused_matrices, ns_steps and ns_coefficients out, or use megatron"
         )
-    if layout.tp > 1 or scenario.tier.is_half or sum(role.trained for role in scenario.objective.roles) > 1:
-        return "DeepSpeed's Muon beside tp, in half precision and for two models is not built in; use dp and fp32"
+    if scenario.tier.is_half:
+        return (
+            "in half precision DeepSpeed's Muon adds gradients up in it, or loses some "
+            "(docs/findings/deepspeed-muon-lost-gradients.md); use fp32, or fsdp2 for torch's Muon"
+        )
+    if layout.tp > 1 or sum(role.trained for role in scenario.objective.roles) > 1:
+        return "DeepSpeed's Muon beside tp and for two models is not built in; use dp, or fsdp2 for torch's Muon"
     return ""

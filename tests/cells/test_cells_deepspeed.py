@@ -285,13 +285,15 @@ def test_own_muon(session: Session, stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "advice"),
+    ("layout", "precision", "advice"),
     [
-        ("dp2.zero2.offload.ownopt", "clips by the norm of the orthogonalized updates"),
-        ("dp2.zero1", "add the layout option ownopt"),
+        ("dp2.zero2.offload.ownopt", "exact", "clips by the norm of the orthogonalized updates"),
+        ("dp2.zero1", "exact", "add the layout option ownopt"),
+        ("dp2.zero2.ownopt", "bf16", "adds gradients up in it, or loses some"),
+        ("tp2.zero0.ownopt", "exact", "beside tp and for two models is not built in"),
     ],
 )
-def test_muon_is_refused_with_the_reason(session: Session, layout: str, advice: str) -> None:
-    verdict = session.run(cell_of("deepspeed", "sft-muon", "llama", layout, "exact")).verdict
+def test_muon_is_refused_with_the_reason(session: Session, layout: str, precision: PrecisionName, advice: str) -> None:
+    verdict = session.run(cell_of("deepspeed", "sft-muon", "llama", layout, precision)).verdict
     assert verdict.state == "unsupported"
     assert advice in verdict.reason
