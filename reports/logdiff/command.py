@@ -122,7 +122,7 @@ def _next_command(sides: Sequence[Sequence[str]], pairs: "Sequence[Comparison]",
     if not all(one.comparable for one in pairs):
         counted = all(run.tokens for one in pairs for side in one.sides for run in side.runs)
         if by == "step" and counted:
-            return f"{command} --by tokens   (the logs have no step in common, but both count tokens)"
+            return f"{command} --by tokens   (the logs have too few steps in common, but both count tokens)"
         return "parity diff --help   (the notes say what the logs lack)"
     if several:
         return f"{command} --out diff   (draws the curves and the band: diff/diff.html)"

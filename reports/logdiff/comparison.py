@@ -17,6 +17,7 @@ from reports.logdiff.likely_causes import Evidence, LikelyCause, likely_causes
 from reports.logdiff.metrics import (
     METRICS,
     OF_RANK,
+    is_cost,
     is_evaluation,
     is_known,
     is_of_rank,
@@ -28,6 +29,7 @@ from reports.logdiff.run import SHOWN, Curve, Decimals, Floats, Run
 from reports.logdiff.tolerance_band import Judged, within_digits, within_spread, within_threshold
 from reports.wording import plural
 
+ENOUGH = 10  # common steps, for an agreement
 CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
 
 
@@ -105,8 +107,13 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
         notes.append(f"{plural(count, 'curve')} of single ranks compared as well; those that differ are in the table")
     if unknown:
         missing.append(f"{listed(unknown)}: not in every log, under names that no table knows")
-    if both := [own for own in runs[0].ignored if all(own in run.ignored for run in runs)]:
+    both = [own for own in runs[0].ignored if all(own in run.ignored for run in runs)]
+    if both:
         missing.append(f"{plural(len(both), 'column')} of every log, no loss, norm, reward or rate: {listed(both)}")
+    for run in runs:
+        if own := sorted((name for name in run.ignored if name not in both), key=is_cost):
+            columns = plural(len(own), "column")
+            missing.append(f"{columns} of {run.name} alone, no loss, norm, reward or rate: {listed(own)}")
     if by == "step" and max(last) > ends:
         longest, first = runs[last.index(max(last))].name, runs[last.index(ends)].name
         notes.append(f"{first} ends at step {ends:.0f} and {longest} at {max(last):.0f}: what follows is not compared")
@@ -303,8 +310,25 @@ class Comparison:
 
     @property
     def comparable(self) -> bool:
-        """Whether at least one metric, and each requested metric, was compared."""
-        return bool(self.metrics) and not self.lacking
+        """Whether at least one metric, and each requested metric, was compared, at steps enough."""
+        return bool(self.metrics) and not self.lacking and not self.too_few
+
+    @property
+    def common(self) -> tuple[int, int]:
+        """The most positions at which a metric was compared, and the most that it has in any log."""
+        compared = max(len(one.aligned.positions) for one in self.metrics)
+        logs = [run for side in self.sides for run in side.runs]
+        return compared, max(len(log.curves[one.name].steps) for log in logs for one in self.metrics)
+
+    @property
+    def too_few(self) -> bool:
+        """Whether the logs share fewer steps than ENOUGH, and these reach over less than a tenth of the longest log."""
+        logs = [run for side in self.sides for run in side.runs]
+        if self.alignment.by != "step" or not self.metrics or self.common[0] >= ENOUGH:
+            return False
+        shared = max(float(np.ptp(one.aligned.positions)) for one in self.metrics)
+        longest = max(float(np.ptp(log.curves[one.name].steps)) for log in logs for one in self.metrics)
+        return 10 * shared < longest
 
     @property
     def lacking(self) -> list[str]:

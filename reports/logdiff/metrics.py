@@ -152,6 +152,11 @@ def canonical(own: str) -> Place | None:
     return Place(short, 0, unit) if LOOKS.search(short.replace("_", "/")) and not LOOKS_NOT.search(short) else None
 
 
+def is_cost(own: str) -> bool:
+    """Tell whether a column has a time, a memory, a rate of tokens, or a spread: what two honest runs differ in."""
+    return bool(LOOKS_NOT.search(plain_name(own)))
+
+
 OF_RANK = " of "  # between a metric and the rank whose own numbers a curve has
 
 

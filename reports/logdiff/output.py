@@ -7,7 +7,7 @@ from typing import Any
 
 from reports.logdiff.comparison import Compared, Comparison, Side, listed
 from reports.logdiff.metrics import is_known, is_ratio
-from reports.wording import percent, plain
+from reports.wording import percent, plain, plural
 
 HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
 NO_CAUSE = "no likely cause: the difference has none of the known shapes"
@@ -65,12 +65,18 @@ def headline(comparison: Comparison) -> str:
     """The verdict in a sentence."""
     names = f"{comparison.sides[0].name} and {comparison.sides[1].name}"
     first = comparison.first
+    if first is None and comparison.too_few:
+        compared, most = comparison.common
+        return f"{names} cannot be compared: they have only {compared} of {plural(most, 'step')} in common."
     if first is None and not comparison.comparable:
         what = " or ".join(comparison.lacking) or "metric"
         return f"{names} cannot be compared: they have no {what} at a common {comparison.alignment.by}."
     if first is None:
         count = len(comparison.shown)
-        return f"{names} agree within the band in {count} metric{'s' * (count != 1)}."
+        compared, most = comparison.common
+        steps = f"{compared} of {most} steps" if compared < most else plural(compared, "step")
+        where = steps if comparison.alignment.by == "step" else f"{compared} positions"
+        return f"{names} agree within the band in {plural(count, 'metric')}, at {where}."
     assert first.first
     if not math.isfinite(first.first.difference):
         where = f"{comparison.alignment.by} {first.first.position:.0f}"

@@ -294,6 +294,8 @@ def _read_mlflow(metrics: Path) -> Log:
 
 def read_text(text: str, *, name: str, chosen: str | None = None) -> Log:
     """The log that a text holds. Raises UsageError if it holds none."""
+    if not text.strip("\ufeff\r\n\t "):
+        raise UsageError(f'{name} is empty; a log has lines such as {{"step": 1, "loss": 2.5}}')
     found = read_json(text, name=name) or read_table(text, name=name, chosen=chosen)
     if found is None:
         lines = list(lines_of(text))

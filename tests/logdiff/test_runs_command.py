@@ -46,8 +46,56 @@ def diff(*arguments: object) -> int:
 def test_runs_that_agree_end_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert diff(write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", factor=1.04)) == 0
     told = capsys.readouterr().out
-    assert told.startswith("a.jsonl and b.jsonl agree within the band in 3 metrics.")
+    assert told.startswith("a.jsonl and b.jsonl agree within the band in 3 metrics, at 80 steps.")
     assert "Likely causes" not in told
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "headline"),
+    [
+        (range(1, 2), 3, "cannot be compared: they have only 1 of 60 steps in common."),
+        (range(1, 7), 3, "cannot be compared: they have only 6 of 60 steps in common."),
+        (range(1, 8), 0, "agree within the band in 1 metric, at 7 of 60 steps."),
+        (range(10, 61, 10), 0, "agree within the band in 1 metric, at 6 of 60 steps."),
+        (range(1, 61), 0, "agree within the band in 1 metric, at 60 steps."),
+    ],
+)
+def test_agreement_says_at_how_many_steps(
+    steps: range, code: int, headline: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = []
+    for name, own in (("a.jsonl", range(1, 61)), ("b.jsonl", steps)):
+        (tmp_path / name).write_text("".join(json.dumps({"step": i, "loss": 2.5 - i / 100}) + "\n" for i in own))
+        logs.append(str(tmp_path / name))
+    assert diff(*logs) == code
+    assert headline in capsys.readouterr().out.splitlines()[0]
+    assert diff(logs[1], logs[0], "--json") == code
+
+
+def test_short_logs_of_the_same_step_agree(tmp_path: Path) -> None:
+    logs = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    for log in logs:
+        Path(log).write_text('{"step": 1, "loss": 2.5}\n')
+    assert diff(*logs) == 0
+
+
+def test_columns_of_one_log_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trl = {"loss": 2.5, "sampling/sampling_logp_difference/mean": 0.01, "step_time": 1.0, "num_tokens": 5}
+    verl = {"loss": 2.5, **{f"timing_s/part{i}": 1.0 for i in range(6)}, "training/rollout_probs_diff_mean": 0.01}
+    for name, columns in (("trl.jsonl", trl), ("verl.jsonl", verl)):
+        (tmp_path / name).write_text(json.dumps({"step": 1, **columns}) + "\n")
+    assert diff(tmp_path / "trl.jsonl", tmp_path / "verl.jsonl") == 0
+    told = capsys.readouterr().out
+    alone = "alone, no loss, norm, reward or rate:"
+    assert f"2 columns of trl.jsonl {alone} sampling/sampling_logp_difference/mean, step_time" in told
+    assert f"7 columns of verl.jsonl {alone} training/rollout_probs_diff_mean, timing_s/part0, " in told
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "\ufeff"])
+def test_empty_log_is_called_empty(text: str, tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"b.jsonl is empty; a log has lines such as"):
+        diff(write(tmp_path, "a.jsonl"), tmp_path / "b.jsonl")
 
 
 def test_runs_that_part_end_with_1_and_say_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +344,7 @@ def test_the_markdown_says_what_the_terminal_says(written: Path) -> None:
         "❌ a.jsonl and &lt;img src=x onerror=alert(1)&gt;.jsonl diverge at step 40: loss +20% where ±5% is allowed."
         in text
     )
-    assert "✅ a.jsonl and c.jsonl agree within the band in 3 metrics." in text
+    assert "✅ a.jsonl and c.jsonl agree within the band in 3 metrics, at 80 steps." in text
     assert "| loss | 80 steps | 40 | +20% | ±5% | 41 of 80 | +20% at " in text
     assert text.splitlines()[-1].startswith("Next: `parity diff ")
 

@@ -266,7 +266,7 @@ def test_what_no_reader_knows_is_refused_with_its_first_line(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="there is no log"):
         read_log(str(tmp_path / "missing"))
     file.write_text("", encoding="utf-8")
-    with pytest.raises(UsageError, match="no training log"):
+    with pytest.raises(UsageError, match=r"notes.txt is empty"):
         read_log(str(file))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="neither TensorBoard's event files nor a record"):

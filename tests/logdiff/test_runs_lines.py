@@ -324,7 +324,10 @@ VERL = "step:{step} - train/loss:2.5{step} - train/"
 def rates(folder: Path, line: str, factor: float = 1.0) -> bool:
     """Whether rates that a console prints differ from exact ones; factor: of the printed ones."""
     exact = [json.dumps({"step": step, "loss": float(f"2.5{step}"), "lr": rate}) for step, rate in enumerate(COSINE)]
-    lines = [line.format(step=step, rate=factor * rate, large=1e3 * factor * rate) for step, rate in enumerate(COSINE)]
+    lines = [
+        line.format(step=step, rate=rate, large=1e3 * rate, short=round(1e3 * rate, 5))
+        for step, rate in enumerate(factor * rate for rate in COSINE)
+    ]
     (folder / "exact.jsonl").write_text("\n".join(exact))
     (folder / "console.log").write_text("\n".join(lines))
     found = compare_sides([[str(folder / "exact.jsonl")], [str(folder / "console.log")]])
@@ -341,6 +344,7 @@ def rates(folder: Path, line: str, factor: float = 1.0) -> bool:
         VERL + "lr:{rate:.3e}",
         VERL + "lr:{rate}",
         VERL + "lr(1e-3):{large}",
+        VERL + "lr(1e-3):{short}",
         "{{'loss': '2.5{step}', 'learning_rate': '{rate:.5f}', 'step': '{step}'}}",
     ],
 )
