@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 import sys
@@ -92,13 +93,46 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Parses JSON. Raises UsageError, which names ``source``, for other text."""
+    """Parses JSON. Raises UsageError, which names ``source``, for other text, and for a key that an object has twice:
+    Python would take the last one in silence."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
+    except _RepeatedKey:
+        raise UsageError(f"{source.rstrip(',')}{_repeated_key(text)}; remove one of them") from None
     except RecursionError:
         raise UsageError(f"{source} cannot be read: its JSON is nested too deeply") from None
     except ValueError as error:  # raised also for a number with thousands of digits
         raise UsageError(f"{source} is not JSON: {one_line(error)}") from None
+
+
+class _RepeatedKey(Exception):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise _RepeatedKey
+    return values
+
+
+def _repeated_key(text: str) -> str:
+    """Says which key an object of JSON ``text`` has twice, and on which lines if there are several."""
+    objects: list[dict[str, int]] = []  # those that are open, with the lines of their keys
+    for token in re.finditer(r'("(?:[^"\\]|\\.)*")\s*(:?)|[{}]', text):
+        if token[0] == "{":
+            objects.append({})
+        elif token[0] == "}":
+            objects.pop()
+        elif token[2]:
+            key, line = json.loads(token[1]), text.count("\n", 0, token.start()) + 1
+            if key in objects[-1]:
+                first = objects[-1][key]
+                lines = f", line {line}" if first == line else f", lines {first} and {line}"
+                where = lines if "\n" in text.strip() else ""
+                return f"{where}: an object has the key {shown(key)} twice"
+            objects[-1][key] = line
+    return ": an object has a key twice"
 
 
 @contextlib.contextmanager

@@ -71,6 +71,11 @@ def text(file: str, content: str) -> Damage:
             text("config.json", '{"model_type": "qwen3"}'), "{model}/config.json does not say 'num_", id="short config"
         ),
         pytest.param(config(hidden_size="big"), "{model}/config.json sets hidden_size='big'; it must be", id="type"),
+        pytest.param(
+            text("config.json", '{"a": {"b": 1},\n"b": 2,\n"c": {"d": "}", "e": 1},\n"b": 3}'),
+            "{model}/config.json, lines 2 and 4: an object has the key 'b' twice; remove one of them",
+            id="a key twice",
+        ),
         pytest.param(text("tokenizer_config.json", "{"), "{model}/tokenizer_config.json is not JSON", id="tokenizer"),
     ],
 )

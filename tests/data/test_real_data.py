@@ -178,6 +178,15 @@ def test_only_the_first_samples_are_read_if_so_many_are_asked_for(tmp_path: Path
         read_samples(DataConfig(path=str(file)))
 
 
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_column_that_a_sample_has_twice_is_refused(is_array: bool, tmp_path: Path) -> None:
+    first, second = '{"question": "2 + 3?", "answer": "5"}', '{"question": "2?", "answer": "2", "answer": "3"}'
+    file = tmp_path / "train.jsonl"
+    file.write_text(f"[{first},\n{second}]" if is_array else f"{first}\n{second}\n")
+    with pytest.raises(UsageError, match=r"train\.jsonl, .*line 2: an object has the key 'answer' twice; remove one"):
+        read_samples(DataConfig(path=str(file)))
+
+
 def test_roll_outs_are_neither_cut_nor_sampled() -> None:
     selection = Selection(profile="full", backend=("fsdp2",), cells=("grpo/pangu/*/dp2/exact",), max_samples=5)
     (cell,) = select_cells(selection)
