@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -338,15 +338,20 @@ def _name_unused(
     used = {column.partition(".")[0] for column in columns}
     used |= {"labels", *KEYS} if columns == (TOKENS,) else {*SYSTEM, "tools"}
     used |= {"input"} if columns[0] == "instruction" else set()
-    names = dict.fromkeys(name for record in records for name in record if not (name in used or reads(name)))
-    if unused := [name for name in names if not masks_of({name: True})]:
+    if unused := unused_columns(records, lambda name: name in used or reads(name)):
         targets = [name for name in unused if _TARGET.search(name)]
         hint = f"; {' and '.join(targets)} could be targets: --output-key names what is trained on" if targets else ""
-        _warn_once(f"{path}: columns that are not used: {', '.join(unused)}{hint}")
+        warn_once(f"{path}: columns that are not used: {', '.join(unused)}{hint}")
+
+
+def unused_columns(records: Iterable[Mapping[str, Any]], reads: Callable[[str], bool]) -> list[str]:
+    """Returns the names of the columns that hold no masks and that nothing reads."""
+    names = dict.fromkeys(name for record in records for name in record if not reads(name))
+    return [name for name in names if not masks_of({name: True})]
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 

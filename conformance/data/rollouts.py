@@ -24,24 +24,28 @@ to a leaf is a response, so tokens that several paths share are in each of them.
 """
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, groupby, pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from conformance.core.errors import UsageError, shown
+from conformance.core.errors import UsageError, first_few, shown
 from conformance.core.host import resolve
 from conformance.core.io import MIB
-from conformance.data.samples import ROLLOUT_COLUMNS, Place, Record, read_dataset, trained_tokens
+from conformance.data.forms import unused_columns, warn_once
+from conformance.data.samples import ROLLOUT_COLUMNS, Place, Record, is_builtin, read_dataset, trained_tokens
 from conformance.models.synthetic import random_model
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.policy_gradient import ResponseFunctions
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import GIVEN, KEPT, Batch, Column, Document, Row, with_rollouts
-from conformance.spec.objectives import PolicyGradient
+from conformance.spec.objectives import Grpo, PolicyGradient
 from conformance.spec.scenario import Scenario
 
+_READ = {"group", *ROLLOUT_COLUMNS, "logprobs", "reward", "turns", "token_rewards", "branches", "sampling_mask"}
+_COMPUTED = re.compile("advantage|return|value|(old|ref)(erence)?_?log_?prob", re.IGNORECASE)
 ROLES = ("assistant", "tool", "observation", "user", "system")
 LARGEST_REWARD = 1e6
 DEEPEST = 64  # branches on a path
@@ -203,7 +207,7 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
             f"--too-long and --max-samples are for pairs of texts, but the objective {scenario.objective.kind!r} "
             f"reads rollouts, which are used unchanged; leave them out, or select cells with --cells 'sft*'"
         )
-    drawn, path = random_model(resolve(scenario.model)), _path(scenario)
+    drawn, path = random_model(resolve(scenario.model)), data_path(scenario)
     read = read_dataset(path, split=scenario.data.split)
     records = [each for place, record in read for each in flattened(record, place)]
     place, first = read[0]
@@ -225,19 +229,65 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
     grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
     if len({key for key, _ in grouped}) < len(grouped):
         raise UsageError(f"{path}: the lines of one group must be consecutive; sort the file by group")
+    if not is_builtin(path):
+        _warn_of(read, records, found, scenario)
     return [group for _, group in grouped]
+
+
+def _warn_of(
+    read: Sequence[tuple[Place, Record]],
+    records: Sequence[tuple[Place, Record]],
+    documents: Sequence[Document],
+    scenario: Scenario,
+) -> None:
+    """Warns, once, of columns that nothing reads, and of groups and masks that are defined but probably mistakes.
+
+    read: the records of the file. records, documents: its responses.
+    """
+    path = scenario.data.path
+    if unused := unused_columns((record for _, record in read), lambda name: name in _READ):
+        computed = [name for name in unused if _COMPUTED.search(name)]
+        hint = f"; {' and '.join(computed)}: such numbers are computed from rewards and models, not read"
+        warn_once(f"{path}: columns that are not used: {', '.join(unused)}{hint if computed else ''}")
+
+    def lines(places: Sequence[Place]) -> str:
+        return first_few([place.rpartition(f"{path}, ")[2] for place in places], most=3)
+
+    groups = [[*group] for _, group in groupby(records, key=lambda response: response[1]["group"])]
+    for group in groups:
+        _, one = group[0]
+        if others := [place for place, each in group if each["prompt_ids"] != one["prompt_ids"]]:
+            warn_once(
+                f"{path}: group {one['group']} has responses to different prompts ({lines([group[0][0], others[0]])}), "
+                f"but compares them as responses to one; correct 'group'"
+            )
+            break
+    alone = [group[0][0] for group in groups if len(group) == 1]
+    objective = scenario.objective
+    if alone and isinstance(objective, Grpo) and objective.adv_estimator != "reinforce_plus_plus":
+        warn_once(
+            f"{path}: {len(alone)} of {len(groups)} groups have one response ({lines(alone)}), whose advantage follows "
+            f"from its own reward alone; give several responses to each prompt the same 'group'"
+        )
+    answered = zip(records, documents, strict=True)
+    masked = [place for (place, record), one in answered if record["completion_ids"] and not any(one.targets)]
+    if masked:
+        warn_once(
+            f"{path}: {len(masked)} of {len(records)} responses have no token that is trained on ({lines(masked)}), "
+            f"because masks or turns take all away"
+        )
 
 
 def has_data(scenario: Scenario) -> bool:
     """Tells whether there are rollouts of the scenario's model; True for data that do not depend on the model."""
     try:
-        return OF_MODEL not in scenario.data.path or _path(scenario).exists()
+        return OF_MODEL not in scenario.data.path or data_path(scenario).exists()
     except UsageError:
         return False
 
 
-def _path(scenario: Scenario) -> Path:
-    """Returns the path of the rollouts. Raises UsageError if it does not exist."""
+def data_path(scenario: Scenario) -> Path:
+    """Returns the path of the scenario's data. Raises UsageError if it does not exist."""
     drawn = random_model(resolve(scenario.model))
     name = drawn.recipe.like if drawn else scenario.model_name
     try:
@@ -267,11 +317,11 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int,
     logprobs = record.get("logprobs")
     if isinstance(logprobs, list) and len(logprobs) == len(completion):  # a masked token was not sampled
         logprobs = [logprob if one else 0.0 for logprob, one in zip(logprobs, trained, strict=True)]
-    if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
-        raise UsageError(
-            f"{place}: 'logprobs' must be a list of {len(completion)} numbers from -1e4 to 0, one for "
-            f"each of 'completion_ids', got {shown(logprobs)}"
-        )
+    needed = f"'logprobs' must be a list of {len(completion)} numbers from -1e4 to 0, one for each of 'completion_ids'"
+    if not isinstance(logprobs, list) or len(logprobs) != len(completion):
+        raise UsageError(f"{place}: {needed}, got {shown(logprobs)}")
+    if wrong := [number for number, one in enumerate(logprobs) if not _is_logprob(one)]:
+        raise UsageError(f"{place}: {needed}; that of token {wrong[0]} is {shown(logprobs[wrong[0]])}")
     group, reward = record.get("group"), record.get("reward")
     if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < 2**53:
         raise UsageError(f"{place}: 'group' must be an integer from 0 to 2**53 - 1, got {shown(group)}")

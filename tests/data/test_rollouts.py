@@ -179,7 +179,7 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
         ({"prompt_ids": [1] * 95}, r"have 97 tokens, and --max-len \(data\.max_len\) is 96; raise it"),
         ({"logprobs": [-1.0]}, "'logprobs' must be a list of 2 numbers from -1e4 to 0, one for each"),
         ({"logprobs": [-1.0, 0.5]}, "'logprobs' must be a list of 2 numbers"),
-        ({"logprobs": [-1.0, math.nan]}, "'logprobs' must be a list of 2 numbers|not JSON"),
+        ({"logprobs": [-1.0, math.nan]}, "'logprobs' must be a list of 2 .*; that of token 1 is nan"),
         ({"logprobs": [-1.0, -math.inf]}, "'logprobs' must be a list of 2 numbers|not JSON"),
         ({"logprobs": [-1.0, True]}, "'logprobs' must be a list of 2 numbers"),
         ({"logprobs": [-1.0, -(10**400)]}, "'logprobs' must be a list of 2 numbers"),
@@ -253,6 +253,47 @@ def test_filtered_groups_leave_each_step_a_target(tmp_path: Path, rewards: tuple
     build_rollouts(scenario_of(path, filter_groups=len({*rewards}) > 2), LLAMA)
     with pytest.raises(UsageError, match=r"mine.jsonl: step [01] has no target token, because objective.filter_groups"):
         build_rollouts(scenario_of(path, rows=2, filter_groups=True), LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("lines", "objective", "message"),
+    [
+        (
+            [line(0, advantages=[1.0, 1.0], old_log_probs=[0.0, 0.0], id=7), line(0)],
+            {},
+            "columns that are not used: advantages, old_log_probs, id; advantages and old_log_probs: such numbers are "
+            "computed from rewards and models, not read",
+        ),
+        ([line(0, data_source="x", completion_mask=[1, 1]), line(0)], {}, "columns that are not used: data_source"),
+        (
+            [line(0), line(1), line(1), line(1, prompt_ids=[1, 5])],
+            {"adv_estimator": "rloo"},
+            "1 of 2 groups have one response (line 1), whose advantage follows from its own reward alone; give several "
+            "responses to each prompt the same 'group'",
+        ),
+        (
+            [line(0), line(1), line(1), line(1, prompt_ids=[1, 5])],
+            {"adv_estimator": "reinforce_plus_plus"},
+            "group 1 has responses to different prompts (line 2, line 4), but compares them as responses to one; "
+            "correct 'group'",
+        ),
+        (
+            [line(0, completion_mask=[0, 0]), line(0, 0), line(0), line(0)],
+            {},
+            "1 of 4 responses have no token that is trained on (line 1), because masks or turns take all away",
+        ),
+        ([line(0), line(0, 0), line(1), line(1)], {}, ""),
+    ],
+)
+def test_what_is_probably_a_mistake_is_named(
+    lines: list[Any], objective: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path, lines)
+    read_groups(scenario_of(path, **objective), vocabulary=400)
+    read_groups(scenario_of(path, **objective), vocabulary=400)
+    messages = [text.removeprefix(f"{path}: ") for text in caplog.messages]
+    assert message in messages if message else not messages
+    assert len({*messages}) == len(messages)
 
 
 def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> None:
