@@ -28,6 +28,7 @@ from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable, is_unused, make_folder, owned, write_file
 from conformance.core.process import Stop, seconds_of_tree, stop_code
 from conformance.core.timeline import processor_table, seconds_by_phase, table, timeline, to_chrome
+from conformance.data.prepare import input_digests
 from conformance.judge.rejudge import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
@@ -101,7 +102,8 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
     import_adapters(selected_backends(selection))  # while this process plans
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     text = selection.text(ranks)
-    earlier = read_earlier(out, plan, ranks, selection=text) if again.resume else None
+    inputs = input_digests(cell.scenario for cell in plan.cells)
+    earlier = read_earlier(out, plan, ranks, selection=text, inputs=inputs) if again.resume else None
     cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
     config = SessionConfig(
         out=out,
@@ -120,6 +122,7 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
         floor=plan.floor,
         selected=plan.digest,
         selection=text,
+        inputs=inputs,
         earlier=earlier,
     )
     return plan.cells, cells, config

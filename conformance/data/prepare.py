@@ -5,18 +5,21 @@ import fnmatch
 import hashlib
 import json
 import shutil
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.core.errors import UsageError
 from conformance.core.host import resolve
-from conformance.core.io import complete_or_nothing, locked
+from conformance.core.io import check_file, complete_or_nothing, locked
 from conformance.data.documents import build_batches
-from conformance.data.rollouts import build_rollouts
-from conformance.models.folder_checks import check_model_folder, runs_code
+from conformance.data.rollouts import build_rollouts, data_path, has_data
+from conformance.models.folder_checks import check_model_folder, files_of, runs_code
 from conformance.models.folders import prepare_model
 from conformance.models.synthetic import draw_weights, random_model
 from conformance.oracle.role_model import Decoder, decoder_of
+from conformance.records.step_tensors import file_sha256
 from conformance.spec.batch import Batch, write_batches
 from conformance.spec.objectives import objective_to_json
 from conformance.spec.observables import POLICY
@@ -116,6 +119,29 @@ def check_trained(scenario: Scenario, decoder: Decoder) -> None:
                 )
         if not any(scenario.trains(role, name) for name in names):
             raise UsageError(f"optimizer.frozen leaves nothing of {role.name} to train; freeze less")
+
+
+def input_digests(scenarios: Iterable[Scenario]) -> dict[str, str]:
+    """Returns 16 hexadecimal digits of the SHA-256 of every file of the scenarios' models and data, by its name.
+
+    A name is that of the model or data set, and below a folder the path there, because folders differ between
+    machines. It is the whole path if two folders have the same name. Raises UsageError for an unusable folder.
+    """
+    files: dict[Path, tuple[str, list[Path]]] = {}
+    for scenario in scenarios:
+        if (model := resolve(scenario.model)) not in files:
+            check_model_folder(model)
+            files[model] = scenario.model_name, [file for file, _ in files_of(model)]
+        if has_data(scenario) and (data := data_path(scenario)) not in files:
+            found = sorted(data.rglob("*")) if data.is_dir() else [data]
+            files[data] = data.name, [file for file in found if not file.is_dir()]
+    counts, digests = Counter(name for name, _ in files.values()), dict[str, str]()
+    for source, (name, found) in files.items():
+        for file in found:
+            check_file(file)
+            label = Path(name if counts[name] == 1 else source, file.relative_to(source))
+            digests[str(label)] = file_sha256(file)[:16]
+    return digests
 
 
 def short_key(*parts: object) -> str:

@@ -178,6 +178,8 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
         if name not in MAY_DIFFER and (name in here.keys() & there.keys() or name.isupper()):
             yield f"version of {name}", here.get(name), there.get(name)
     yield "selected cells (digest)", one.run.selected, other.run.selected
+    for name in one.run.inputs.keys() & other.run.inputs.keys():
+        yield f"content (SHA-256) of {name}", one.run.inputs[name], other.run.inputs[name]
     yield "number of shards", _total(one), _total(other)
     for demand in ("require", "min_judged", "backends"):
         yield f"demand {demand}", getattr(one.run.floor, demand), getattr(other.run.floor, demand)
@@ -258,6 +260,7 @@ def _whole(parts: Sequence[Part], command: str) -> Run:
         finished=max(ended) if len(ended) == len(runs) else None,
         seconds=round(sum(run.seconds for run in runs), 2),
         command=command,
+        inputs={name: digest for run in runs for name, digest in run.inputs.items()},
         environment=environment,
         leased={},
         floor=replace(runs[0].floor, shards=tuple(sorted(shards, key=lambda s: int(s.partition("/")[0]))), whole=True),

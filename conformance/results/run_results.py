@@ -140,6 +140,7 @@ class Run:
     floor: what the run has to judge at least in order to pass.
     selected: a digest that is equal for runs of the same cells.
     selection: what the user selected, as text; equal for runs that a history compares with each other.
+    inputs: 16 hexadecimal digits of the SHA-256 of every file of the models and data, by name.
     """
 
     started: str
@@ -157,6 +158,7 @@ class Run:
     floor: Floor = field(default_factory=Floor)
     selected: str = ""
     selection: str = ""
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     def how_to_end(self, out: Path) -> str:
         """Returns how the run in ``out`` is completed, for a message; empty if it has ended, or cannot be resumed."""

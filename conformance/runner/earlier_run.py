@@ -7,11 +7,11 @@ is still reported.
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, first_few
 from conformance.core.io import LOCK
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Ranks, Selection
@@ -38,10 +38,10 @@ def with_earlier_cells(selection: Selection, out: Path) -> Selection:
     return selection.with_cells_of(read_summary(out)[0].selection if (out / SUMMARY).exists() else "")
 
 
-def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earlier:
-    """Reads the run in ``out``. Raises UsageError unless it has the cells, device and versions of ``plan``.
+def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs: Mapping[str, str]) -> Earlier:
+    """Reads the run in ``out``. Raises UsageError unless it has the cells, device, versions and inputs of ``plan``.
 
-    selection: the selection of this run, as text.
+    selection, inputs: those of this run (conformance.results.run_results.Run).
     """
     if {path.name for path in out.glob("*")} == {LOCK}:
         raise UsageError(f"{out} has no cells: its run ended before the first one; give --out instead of --resume")
@@ -61,18 +61,33 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earl
         command="",
         environment=environment(ranks_per_gpu=ranks.ranks_per_gpu),
         floor=plan.floor,
-        selected=plan.digest,
+        selected=earlier.run.selected,
+        inputs=earlier.run.inputs,
     )
     check_parts([earlier, Part(name="this run", run=wanted, entries=(), version=earlier.version)])
     if earlier.run.floor.shards != plan.floor.shards:
         shards = ", ".join(earlier.run.floor.shards) or "all cells"
         raise UsageError(f"{out} has {shards}; resume it with the same --shard: {earlier.run.command}")
+    _check_inputs(earlier, plan, selection=selection, inputs=inputs)
     rewrite_summary(out)  # a killed run has written verdicts that are missing in its summary
     run, cells = read_cells(out)
     for cell, stored in zip(cells, earlier.entries, strict=True):
         if cell.entry != stored:
             write_entry(out, cell.entry)
     return Earlier(run=run, entries=tuple(cell.entry for cell in cells))
+
+
+def _check_inputs(earlier: Part, plan: Plan, *, selection: str, inputs: Mapping[str, str]) -> None:
+    """Raises UsageError if files of models, data, profiles or scenarios have changed since the ``earlier`` run."""
+    advice = "its verdicts are not about what is there now; restore what it read, or give a new --out for all cells"
+    before = earlier.run.inputs
+    if not before:
+        raise UsageError(f"{earlier.name} does not say what it read: an older version wrote it; give a new --out")
+    if changed := sorted(name for name in {*before, *inputs} if before.get(name) != inputs.get(name)):
+        raise UsageError(f"{first_few(changed, most=4)} changed since the run in {earlier.name}: {advice}")
+    if earlier.run.selected != plan.digest:
+        files = " or ".join(re.findall(r"\S+\.toml", selection)) or "a profile or scenario"
+        raise UsageError(f"{files} changed since the run in {earlier.name}, which had other cells: {advice}")
 
 
 def _refuse_links(out: Path) -> None:

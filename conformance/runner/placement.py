@@ -15,7 +15,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ class SessionConfig:
     ranks_per_gpu: how many ranks may share a GPU. large: whether cells have models of which not many copies fit into a
     GPU's memory. hosts: the hosts that start ranks; None: only this host.
     budget_s: seconds that a phase, or an oracle run, may go without progress. fail_fast: end after the first failure.
-    floor, selected: see conformance.matrix.plan. selection: see conformance.results.run_results.Run.
+    floor, selected: see conformance.matrix.plan. selection, inputs: see conformance.results.run_results.Run.
     earlier: the run in ``out`` that this one continues.
     """
 
@@ -68,6 +68,7 @@ class SessionConfig:
     floor: Floor = field(default_factory=Floor)
     selected: str = ""
     selection: str = ""
+    inputs: Mapping[str, str] = field(default_factory=dict)
     earlier: Earlier | None = None
 
     def folder(self, cell: Cell) -> Path:

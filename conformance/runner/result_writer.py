@@ -123,5 +123,6 @@ class ResultWriter:
             floor=config.floor,
             selected=config.selected,
             selection=config.selection,
+            inputs=config.inputs,
         )
         write_summary(config.out, run, list(self._summaries.values()))

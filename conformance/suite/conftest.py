@@ -14,6 +14,7 @@ from conformance.bisect.run import any_differs, bisect_run
 from conformance.core import packages
 from conformance.core.errors import UsageError
 from conformance.core.host import HostResources, host_resources_of, resolve
+from conformance.data.prepare import input_digests
 from conformance.matrix.cell import Cell
 from conformance.matrix.plan import Plan, make_plan
 from conformance.runner.placement import SessionConfig
@@ -155,6 +156,7 @@ def suite_session(config: pytest.Config) -> Session:
         floor=config.stash[PLAN_KEY].floor,
         selected=config.stash[PLAN_KEY].digest,
         selection=chosen.text(where),
+        inputs=input_digests(cell.scenario for cell in config.stash[PLAN_KEY].cells),
     )
     return Session(config_of_all, check=check_of(config))
 

@@ -197,6 +197,7 @@ def refused(folders: Sequence[Path], out: Path, capsys: pytest.CaptureFixture[st
         ({"selected": "another"}, "selected cells (digest) "),
         ({"device": "cuda"}, "device 'cpu' and 'cuda'"),
         ({"suite_version": "0.0.1"}, "suite version "),
+        ({"inputs": {"llama/config.json": "0"}}, "content (SHA-256) of llama/config.json "),
         ({"environment": {"torch": "1.0"}}, "version of torch "),
         ({"environment": {"ranks_per_gpu": 2}}, "--ranks-per-gpu 1 and 2"),
         ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, "version of OMP_NUM_THREADS "),

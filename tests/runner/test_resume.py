@@ -24,6 +24,7 @@ from conformance.cli import main as cli
 from conformance.cli import run as cli_run
 from conformance.core import io
 from conformance.core.errors import UsageError
+from conformance.core.host import FIXTURES
 from conformance.core.io import is_unused, locked, owned
 from conformance.results.run_results import read_run
 from conformance.results.verdict import NOT_STARTED
@@ -67,7 +68,10 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("profile")
     (folder / "tiny.toml").write_text(SCENARIO)
     (folder / "mine.toml").write_text(PROFILE.format(folder=folder))
-    return ["--backend", "test_resume:Flaky", "--profile", str(folder / "mine.toml")]
+    model = shutil.copytree(FIXTURES / "models" / "llama", folder / "llama")
+    data = shutil.copy(FIXTURES / "data" / "word_problems.jsonl", folder)
+    own = ["--model", str(model), "--data", str(data)]
+    return ["--backend", "test_resume:Flaky", "--profile", str(folder / "mine.toml"), *own]
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +192,54 @@ def test_a_folder_of_another_run_is_not_continued(
     assert cli.main(["run", *chosen, *given]) == 2
     assert message in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("verdict.json")} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("word_problems.jsonl", b"a", b"e"),
+        ("llama/config.json", b'"rms_norm_eps": 1e', b'"rms_norm_eps": 2e'),
+        ("llama/model.safetensors", None, None),
+        ("llama/tokenizer.json", b"a", b"e"),
+        ("tiny.toml", b"lr = 0.", b"lr = 0.0"),
+    ],
+)
+@pytest.mark.parametrize("is_done", [True, False], ids=["done", "half done"])
+def test_a_run_that_read_other_files_is_not_continued(
+    name: str,
+    old: bytes | None,
+    new: bytes | None,
+    *,
+    is_done: bool,
+    chosen: list[str],
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its verdicts would count for files that it has not read; and cells left would be judged on others than those."""
+    if is_done:
+        assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
+    file = Path(chosen[3]).parent / name
+    given, before = file.read_bytes(), _contents(out)
+    changed = given.replace(old, new, 1) if old and new else given[:-4] + bytes(4)  # the last weight
+    assert changed != given
+    try:
+        file.write_bytes(changed)
+        assert cli.main(["run", *chosen, "--resume", str(out)]) == 2
+    finally:
+        file.write_bytes(given)
+    said = capsys.readouterr().err
+    named = "mine.toml" if name == "tiny.toml" else name  # the profile names it
+    assert f"{named} changed since the run in {out}" in said
+    assert "give a new --out" in said
+    assert _contents(out) == before
+
+
+def test_a_run_that_does_not_say_what_it_read_is_not_continued(
+    chosen: list[str], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(out / "summary.json", inputs={})
+    assert cli.main(["run", *chosen, "--resume", str(out)]) == 2
+    assert f"{out} does not say what it read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["run", "--resume"], ["judge"]])
