@@ -17,7 +17,7 @@ from conformance.backends.faults import catalogue
 from conformance.backends.protocol import registered_backends
 from conformance.backends.registry import adapter_of
 from conformance.cli import EXIT
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, first_few
 from conformance.core.host import host_resources_of, resolve
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Demands, Portion, Ranks, Selection
@@ -118,7 +118,8 @@ def _plan(
         f"{cached}{disk}; tensors of cells that conform are removed",
     ]
     lines += [
-        f"model   {model} has no weights: shapes are those of its config.json; tokenizer and data were not checked"
+        f"model   {model} has no safetensors weights{_unread(resolve(model))}: shapes are those of its config.json; "
+        f"tokenizer and data were not checked"
         for model in dict.fromkeys(cell.scenario.model for cell in supported)
         if is_without_weights(resolve(model))
     ]
@@ -144,6 +145,12 @@ def _names_default(cell: Cell) -> bool:
     (phase,) = cell.phases
     default = adapter_of(phase.backend).traits.default_zero or 0
     return phase.layout.zero == default
+
+
+def _unread(model: Path) -> str:
+    """Names weights of a model folder in another format, which no run reads."""
+    files = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in model.glob(pattern))
+    return f" ({first_few(files, most=2)} is not read; convert it to safetensors before a run)" if files else ""
 
 
 def _gpu_gigabytes(cells: Sequence[Cell]) -> list[float | None]:

@@ -132,7 +132,6 @@ def run_cells(
     planned: Sequence[Cell], cells: Sequence[Cell], config: SessionConfig, options: argparse.Namespace
 ) -> int:
     """Runs ``cells`` of the planned ones; returns the exit code. Signals stop the run only in the main thread."""
-    print(f"running {len(cells)} cells; results: {config.out}", file=sys.stderr, flush=True)
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     with Stop(*signals) as stop:
         missing = [folder for folder in (config.out, *config.out.parents) if not folder.exists()]
@@ -157,13 +156,16 @@ def _run_cells(
     session = Session(config, check=stop.check)
     terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
 
+    def begun() -> None:
+        print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
+
     def progress(judged: JudgedCell) -> None:
         terminal.judged(judged.cell, judged.verdict, judged.seconds)
         stop.check()
 
     try:
         with terminal, session:
-            session.run_all(cells, progress=progress)
+            session.run_all(cells, progress=progress, begun=begun)
             if not options.no_bisect and any_differs(out):
                 timeline.switch("bisect")
                 bisect_run(session, planned, say=terminal.say)

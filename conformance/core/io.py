@@ -320,7 +320,8 @@ def make_folder(out: Path, *, option: str = "--out") -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{out} cannot be created: {error.strerror}; give another {option}") from None
+        why = "it is a link to nothing" if is_link(out) and not out.exists() else error.strerror
+        raise UsageError(f"{out} cannot be created: {why}; give another {option}") from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:

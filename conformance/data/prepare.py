@@ -16,7 +16,7 @@ from conformance.core.io import check_file, complete_or_nothing, locked
 from conformance.data.documents import build_batches
 from conformance.data.rollouts import build_rollouts, data_path, has_data
 from conformance.models.folder_checks import check_model_folder, files_of, runs_code
-from conformance.models.folders import prepare_model
+from conformance.models.folders import check_finite, has_weights, prepare_model
 from conformance.models.synthetic import draw_weights, random_model
 from conformance.oracle.role_model import Decoder, decoder_of
 from conformance.records.step_tensors import file_sha256
@@ -125,12 +125,15 @@ def input_digests(scenarios: Iterable[Scenario]) -> dict[str, str]:
     """Returns 16 hexadecimal digits of the SHA-256 of every file of the scenarios' models and data, by its name.
 
     A name is that of the model or data set, and below a folder the path there, because folders differ between
-    machines. It is the whole path if two folders have the same name. Raises UsageError for an unusable folder.
+    machines. It is the whole path if two folders have the same name. Raises UsageError for an unusable folder,
+    and for weights that are not finite: all of them are read here.
     """
     files: dict[Path, tuple[str, list[Path]]] = {}
     for scenario in scenarios:
         if (model := resolve(scenario.model)) not in files:
             check_model_folder(model)
+            if has_weights(model):
+                check_finite(model)
             files[model] = scenario.model_name, [file for file, _ in files_of(model)]
         if has_data(scenario) and (data := data_path(scenario)) not in files:
             found = sorted(data.rglob("*")) if data.is_dir() else [data]

@@ -370,12 +370,10 @@ class Documents:
         alone = _count_alone(lengths, limit)
         if 2 * alone < len(lengths) or not lengths:
             return
-        what = f"--max-len {limit} (data.max_len) packs no second document beside {alone} of {len(lengths)} documents"
-        if self.config.too_long == "drop":
-            raise UsageError(f"{what}; {self.advice()}, or leave out --packing-samples (data.packed=false)")
-        raise UsageError(
-            f"{what}; use --max-len {self._sufficient()} or more, or leave out --packing-samples (data.packed=false)"
-        )
+        what = f"a row of {limit} tokens (data.max_len) packs no second document beside {alone} of {len(lengths)}"
+        longer = self.advice() if self.config.too_long == "drop" else f"use --max-len {self._sufficient()} or more"
+        unpacked = "a scenario with data.packed=false, such as sft-padded, without --packing-samples"
+        raise UsageError(f"{what} documents of {self.config.path}; {longer}, or {unpacked}")
 
     def _likely_lengths(self) -> list[int]:
         """Returns the lengths of the first documents that are not left out, as many as are likely to be used."""

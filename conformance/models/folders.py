@@ -8,6 +8,7 @@ Adapters are files in peft's format, and no number in them is neutral. A usual a
 that leaves it out or scales it twice would compute the same numbers until the first update.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -220,6 +221,20 @@ def named_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+
+
+def check_finite(model: Path) -> None:
+    """Raises UsageError for a tensor of a Hugging Face folder with numbers that are not finite.
+
+    What cannot be read is left to ``weight_shapes``.
+    """
+    for file in weight_files(model):
+        with contextlib.suppress(SafetensorError, OSError, RuntimeError), safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if wrong := int((~tensors.get_tensor(name).isfinite()).sum()):
+                    raise UsageError(
+                        f"{file} has {wrong} numbers that are not finite in {name}; copy or download it again"
+                    )
 
 
 def elements_of(models: Mapping[str, Path]) -> int:

@@ -126,8 +126,15 @@ class Session:
             self._judges.close()
         self._where.close()
 
-    def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
-        """Runs and judges the cells while oracles are computed. progress: gets each result.
+    def run_all(
+        self,
+        cells: Sequence[Cell],
+        *,
+        progress: Callable[[JudgedCell], None],
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Runs and judges the cells while oracles are computed. progress: gets each result. begun: called before the
+        first cell, when the inputs are checked.
 
         Raises UsageError if memory or disk do not suffice, and Unwritable if the output folder is not writable any
         more.
@@ -141,10 +148,11 @@ class Session:
             known = [cell for cell in cells if self._refusals.can_be_asked(cell)]
             import_ahead(self._pool, known, self.config.device)
         with lasting(self.config.out):
+            self._prepare(cells)
+            begun()
             self._run_announced(cells, progress)
 
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
-        self._prepare(cells)
         timeline.switch(f"{WAIT}cells")
         try:
             for judged in self._at_once.run(cells, self._timed, ready=self._ready):

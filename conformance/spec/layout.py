@@ -324,6 +324,9 @@ class Layout:
             elif part in OPTIONS:
                 options.append(part)
             else:
+                if re.fullmatch(rf"((?:{'|'.join((*AXES, *ALIASES, ZERO))})[0-9]+){{2,}}", part):
+                    near = re.sub("(?<=[0-9])(?=[a-z])", ".", part)
+                    raise UsageError(f"layout {shown(text)}: {shown(part)} lacks dots between its axes; give {near}")
                 raise UsageError(
                     _not_built(part)
                     or f"layout {shown(text)}: {shown(part)} is neither an axis with a size ({', '.join(AXES)}; "

@@ -6,17 +6,19 @@ Runs in this process, on the backend of plain_backend.py; no cell here comes so 
 import contextlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from plain_profile import PROFILE, SCENARIO
+from safetensors.torch import load_file, save_file
 
 from conformance.backends.protocol import find_backend
 from conformance.cli import main as cli
 from conformance.cli.commands import command_names
-from conformance.core.host import HostResources
+from conformance.core.host import FIXTURES, HostResources
 from conformance.matrix.options import GROUPS
 from conformance.spec.layout import Layout
 from impl.train.flags import COMMANDS as TRAININGS
@@ -214,6 +216,26 @@ def test_an_option_that_changes_no_cell_is_refused(tmp_path: Path, capsys: pytes
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), "--out", "/dev/null/x"]) == 2
     assert "/dev/null/x cannot be created: Not a directory; give another --out" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), "--out", str(tmp_path / "link")]) == 2
+    said = capsys.readouterr().err
+    assert "link cannot be created: it is a link to nothing; give another --out" in said
+    assert "running" not in said
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_before_a_run(
+    number: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(FIXTURES / "models" / "llama", tmp_path / "llama")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] = number
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    own = ["--model", str(model), "--out", str(tmp_path / "out")]
+    assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), *own]) == 2
+    said = capsys.readouterr().err
+    assert "llama/model.safetensors has 1 numbers that are not finite in model.norm.weight; copy or download" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_machine_without_gpus_runs_nothing_on_them(

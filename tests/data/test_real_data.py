@@ -111,8 +111,12 @@ def test_advice_on_long_documents_names_kept_share(build: Build) -> None:
     assert needed == int(kept) < 100
     assert int(everything) > 1000
     assert build(spread(), packed=True, max_len=needed, too_long="drop")
-    with pytest.raises(UsageError, match="packs no second document"):
-        build(spread(), packed=True, max_len=needed - 1, too_long="drop")
+    for too_long in ("drop", "truncate"):
+        unpacked = "or a scenario with data.packed=false, such as sft-padded, without --packing-samples"
+        with pytest.raises(
+            UsageError, match=rf"a row of {needed - 1} tokens .* packs no second document .*, {unpacked}"
+        ):
+            build(spread(), packed=True, max_len=needed - 1, too_long=too_long)
 
 
 def test_documents_that_are_left_out_do_not_decide_how_the_others_are_packed(build: Build) -> None:

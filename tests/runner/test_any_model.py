@@ -220,9 +220,13 @@ def test_a_plan_needs_a_configuration_only(
         assert main(["plan", "--model", str(model), *chosen]) == 0
         planned.append(capsys.readouterr().out.replace(f"/{model.name}/", "/any/").splitlines())
     assert [line.split()[1:5] for line in planned[0][:3]] == [line.split()[1:5] for line in planned[1][:3]]
-    assert f"{bare} has no weights: shapes are those of its config.json" in planned[1][-1]
+    assert f"{bare} has no safetensors weights: shapes are those of its config.json" in planned[1][-1]
     assert main(["run", "--model", str(bare), *chosen, "--out", str(tmp_path / "out")]) == 2
     assert "has no model.safetensors" in capsys.readouterr().err
+    (bare / "pytorch_model.bin").touch()
+    assert main(["plan", "--model", str(bare), *chosen]) == 0
+    unread = "(pytorch_model.bin is not read; convert it to safetensors before a run)"
+    assert f"{bare} has no safetensors weights {unread}: shapes" in capsys.readouterr().out
 
 
 def test_a_plan_with_what_autotp_does_not_know_is_refused(models: Any) -> None:

@@ -54,6 +54,7 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp4.hpz2.zero2", "zero2 shards no weights, of which hpz keeps a copy; use zero3"),
         ("dp2.dp4", "names dp twice"),
         ("zz2", "'zz2' is neither an axis with a size"),
+        ("seqpar.dp2tp2zero1", "'dp2tp2zero1' lacks dots between its axes; give dp2.tp2.zero1"),
         ("dp2.fast", "'fast' is neither an axis .* nor an option"),
         ("dp2.zero3.qwZ", "'qwZ' is not built in: ZeRO.. quantizes weights on GPUs only, .*use hpz2, or zero3"),
         ("dp2.superoffload", "'superoffload' is not built in: SuperOffload runs on NVIDIA's GPUs only; use offload"),
