@@ -135,7 +135,7 @@ def _fill(folder: Path) -> None:
 
 
 def _out(folder: Path) -> Path:
-    return next((folder / "parity-out").glob("*"), folder / "no parity-out")
+    return next((folder / "parity-out").glob("[!.]*"), folder / "no parity-out")
 
 
 # --- a run on two workers ---
