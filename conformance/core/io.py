@@ -118,20 +118,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _repeated_key(text: str) -> str:
     """Says which key an object of JSON ``text`` has twice, and on which lines if there are several."""
-    objects: list[dict[str, int]] = []  # those that are open, with the lines of their keys
-    for token in re.finditer(r'("(?:[^"\\]|\\.)*")\s*(:?)|[{}]', text):
+    objects: list[dict[str, int]] = []  # those that are open, with the places of their keys
+    end = 0
+    while token := re.compile(r'["{}]').search(text, end):
+        start, end = token.span()
         if token[0] == "{":
             objects.append({})
         elif token[0] == "}":
             objects.pop()
-        elif token[2]:
-            key, line = json.loads(token[1]), text.count("\n", 0, token.start()) + 1
+        else:
+            key, end = json.JSONDecoder().raw_decode(text, start)
+            if not text[end : end + 100].lstrip().startswith(":"):
+                continue
             if key in objects[-1]:
-                first = objects[-1][key]
+                first, line = (text.count("\n", 0, place) + 1 for place in (objects[-1][key], start))
                 lines = f", line {line}" if first == line else f", lines {first} and {line}"
                 where = lines if "\n" in text.strip() else ""
                 return f"{where}: an object has the key {shown(key)} twice"
-            objects[-1][key] = line
+            objects[-1][key] = start
     return ": an object has a key twice"
 
 

@@ -86,7 +86,7 @@ def _check_inputs(earlier: Part, plan: Plan, *, selection: str, inputs: Mapping[
     if changed := sorted(name for name in {*before, *inputs} if before.get(name) != inputs.get(name)):
         raise UsageError(f"{first_few(changed, most=4)} changed since the run in {earlier.name}: {advice}")
     if earlier.run.selected != plan.digest:
-        files = " or ".join(re.findall(r"\S+\.toml", selection)) or "a profile or scenario"
+        files = " or ".join(word for word in selection.split() if word.endswith(".toml")) or "a profile or scenario"
         raise UsageError(f"{files} changed since the run in {earlier.name}, which had other cells: {advice}")
 
 
