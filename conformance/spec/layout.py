@@ -103,7 +103,7 @@ OPTIONS: Mapping[str, Term] = {
     "mfsdp": Term(
         "Megatron-FSDP: layers' optimizer state, with zero2 gradients, with zero3 weights lie in flat buffers that "
         "data-parallel ranks share out",
-        "Megatron use_megatron_fsdp, data_parallel_sharding_strategy",
+        "Megatron use_megatron_fsdp, data_parallel_sharding_strategy; megatron_fsdp fully_shard",
     ),
     "lastsync": Term(
         "gradients are reduced at the last micro-batch only",

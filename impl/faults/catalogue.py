@@ -55,6 +55,7 @@ SEAMS: Mapping[str, str] = {
     "delays_reduction": "(trainable, index, count) -> whether gradients of this micro-batch are reduced later",
     "reduce_gradients": "(trainable): wraps a model in the library that reduces its gradients",
     "scale_bucket": "(gradients, factor, settings) -> reduction of a bucket of Megatron-FSDP, which it may have scaled",
+    "shard_optimizer": "(optimizer): lets the methods of an optimizer drive Megatron-FSDP",
     "gather_updated": "(wrapped model, ...): gathers the weights that Megatron-FSDP's ranks have updated",
     "reduce_replicas": "(...): averages gradients in place over ranks that hold the same parameters",
     "reduce_norms": "(...): sums in place gradients of replicated parameters that process a part of the work",

@@ -56,7 +56,7 @@ def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
     summary="Megatron-FSDP sums the gradients of data-parallel ranks and does not divide by their number",
     source="https://github.com/NVIDIA/Megatron-LM/pull/3023",
     stage="gradients",
-    cells=sft("sft-packed", "llama", megatron="dp2.zero3.mfsdp"),
+    cells=sft("sft-packed", "llama", fsdp2="dp2.mfsdp", megatron="dp2.zero3.mfsdp"),
     needs="the option mfsdp, and dp of 2 or more",
 )
 def unscaled_buckets(scale_bucket: Function, *arguments: Any) -> Any:
@@ -72,6 +72,25 @@ def unscaled_buckets(scale_bucket: Function, *arguments: Any) -> Any:
 )
 def updates_not_gathered(gather_updated: Function, *arguments: Any, **options: Any) -> None:
     return None
+
+
+@ENGINE_FAULTS.add(
+    summary="the update by zero gradients that makes AdamW's state is counted, so the first real one is corrected for "
+    "bias as a second one, and weights decay before training",
+    source="https://github.com/NVIDIA/Megatron-LM/issues/5974",
+    stage="weights",
+    cells=sft("sft-packed", "llama", fsdp2="dp2.mfsdp"),
+    needs="the option mfsdp and AdamW",
+    blind=(),
+)
+def counted_update(shard_optimizer: Function, optimizer: torch.optim.Optimizer) -> None:
+    shard_optimizer(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    type(optimizer).step(optimizer)
+    for parameter in parameters:
+        parameter.grad = None
 
 
 @ENGINE_FAULTS.add(

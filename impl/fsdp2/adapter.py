@@ -4,6 +4,7 @@ Cells with the layout option ``shipped`` run with these defects (upstream behavi
 """
 
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -80,7 +81,8 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     forward pass to the end of the backward pass.
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
-    shards = 1 if "ddp" in layout.options else layout.dp // layout.rep * layout.sp
+    is_whole = layout.wrapper == "ddp" or (layout.wrapper == "mfsdp" and layout.zero in (1, 2))
+    shards = 1 if is_whole else layout.dp // layout.rep * layout.sp
     sharded = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()}) // layout.pp
     outside = elements({name: shape for name, shape in own.items() if layer_of(name) is None})
     block = largest_layer(own)
@@ -101,7 +103,8 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
 class Fsdp2Backend(ReferenceBackend):
     """Runs PyTorch FSDP2 with tensor parallelism and ring attention, for any Hugging Face model that carries a plan.
 
-    With the layout options ``ddp`` and ``fsdp1``, PyTorch's older wrappers run the model (impl.fsdp2.wrapped).
+    With the layout options ``ddp`` and ``fsdp1``, PyTorch's older wrappers run the model (impl.fsdp2.wrapped), with
+    ``mfsdp`` Megatron-FSDP (impl.fsdp2.megatron_fsdp).
     """
 
     info = BackendInfo(
@@ -135,6 +138,10 @@ class Fsdp2Backend(ReferenceBackend):
         "wrap_model": "impl.fsdp2.wrapped:DdpModel.wrap",
         "delays_reduction": "impl.fsdp2.wrapped:WrappedModel.delays_reduction",
         "clip_pieces": "impl.fsdp2.wrapped:Fsdp1Model.clip_gradients",
+        "scale_bucket": (
+            "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:gradient_reduce_preprocessing"
+        ),
+        "shard_optimizer": "impl.fsdp2.megatron_fsdp:shard_optimizer",
         "orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
         "adjust_rate": "torch.optim._muon:_adjust_lr",
         "restore_state": "impl.engine.optimizers:MuonWithAdamW.__setstate__",
@@ -243,6 +250,10 @@ class Fsdp2Backend(ReferenceBackend):
             return Unsupported(
                 "checkpoints of pipeline stages name the optimizer's settings by parameter; transfer a training state"
             )
+        if "mfsdp" in (before.wrapper, after.wrapper):
+            return Unsupported(
+                "checkpoints of Megatron-FSDP are not built into this backend; transfer a training state"
+            )
         if before.wrapper != after.wrapper:
             return Unsupported("checkpoints of DDP, FSDP1 and FSDP2 are their own; transfer a training state")
         if before.data != after.data and after.float8:
@@ -278,7 +289,7 @@ def _muon_support(scenario: Scenario, layout: Layout) -> str:
 def _wrapper_support(scenario: Scenario, layout: Layout) -> str:
     """Explains why DistributedDataParallel or FullyShardedDataParallel cannot run a cell; empty if they can."""
     if layout.wrapper == "mfsdp":
-        return "mfsdp is Megatron's; use megatron, or leave mfsdp out"
+        return _megatron_fsdp_support(scenario, layout)
     if layout.tp * layout.pp * layout.ep > 1:
         return f"{layout.wrapper} beside tp, pp and ep is not built into this backend; leave {layout.wrapper} out"
     if layout.zero not in (None, 2, 3):
@@ -289,6 +300,34 @@ def _wrapper_support(scenario: Scenario, layout: Layout) -> str:
         return "DDP of torch 2.13 fails to take compiled layers apart by its buckets; leave compile out, or use fsdp1"
     if scenario.tier.is_half and scenario.tier.summing == scenario.tier.compute and layout.wrapper == "ddp":
         return "DDP reduces the float32 gradients of autocast as they are; use fsdp1 for sums in half precision"
+    return ""
+
+
+def _megatron_fsdp_support(scenario: Scenario, layout: Layout) -> str:
+    """Explains why Megatron-FSDP cannot run a Hugging Face model in a cell; empty if it can."""
+    if find_spec("megatron") is None or not (is_older("megatron-core", 0, 18) or find_spec("triton")):
+        return "mfsdp needs megatron-core, and from 0.18 on triton; run: pip install 'backend-parity[megatron]'"
+    if layout.dp == 1:
+        return (
+            "with one data-parallel rank Megatron-FSDP doubles gradients at every micro-batch "
+            "(https://github.com/NVIDIA/Megatron-LM/issues/6660); use dp2, or leave mfsdp out"
+        )
+    if layout.zero == 0:
+        return "without a ZeRO stage Megatron-FSDP shards nothing; use zero1, zero2 or zero3, or leave mfsdp out"
+    if layout != Layout(dp=layout.dp, zero=layout.zero, options=layout.options):
+        return "beside mfsdp only dp and a ZeRO stage are built into this backend; leave the other axes out"
+    if foreign := sorted({*layout.options} - {"mfsdp", "ckpt"}):
+        return f"{', '.join(foreign)} beside mfsdp is not built into this backend; leave one of them out"
+    if layout.zero in (1, 2) and quirks_of(model_config(scenario).get("model_type")).has_routers:
+        return (
+            "experts beside mfsdp with zero1 and zero2 are not built into this backend; use zero3, or leave mfsdp out"
+        )
+    if scenario.tier.is_loss_scaled:
+        return "loss scales beside mfsdp are not built into this backend; use bf16, or leave mfsdp out"
+    if scenario.optimizer.name == "muon":
+        return "Megatron-FSDP flattens parameters, and Muon needs matrices; use adamw, or leave mfsdp out"
+    if scenario.optimizer.frozen or scenario.lora:
+        return "Megatron-FSDP of megatron-core 0.16 cannot hook a frozen parameter; leave mfsdp out"
     return ""
 
 

@@ -415,7 +415,11 @@ class Fsdp2Model(HuggingFaceModel):
             self.__dict__.pop(name, None)
 
 
-WRAPPED_MODELS = {"ddp": "DdpModel", "fsdp1": "Fsdp1Model"}  # classes derived from Fsdp2Model, by layout option
+WRAPPED_MODELS = {  # classes derived from Fsdp2Model, by layout option
+    "ddp": "impl.fsdp2.wrapped:DdpModel",
+    "fsdp1": "impl.fsdp2.wrapped:Fsdp1Model",
+    "mfsdp": "impl.fsdp2.megatron_fsdp:MegatronFsdpModel",
+}
 MESH_DIM_NAMES = ("pp", "rep", "ep", "dp", "sp", "tp")
 
 
@@ -473,7 +477,8 @@ class Fsdp2Context(ReferenceContext):
 
     def new_trainable(self, head: Head) -> Fsdp2Model:
         if wrapper := self.config.layout.wrapper:
-            wrapped: Fsdp2Model = getattr(import_module("impl.fsdp2.wrapped"), WRAPPED_MODELS[wrapper])(self, head)
+            module, _, name = WRAPPED_MODELS[wrapper].partition(":")
+            wrapped: Fsdp2Model = getattr(import_module(module), name)(self, head)
             return wrapped
         return Fsdp2Model(self, head)
 

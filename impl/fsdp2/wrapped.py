@@ -161,7 +161,8 @@ class Fsdp1Model(WrappedModel):
     begins, by parameter.
     """
 
-    scaler_class = ShardedGradScaler  # ranks must agree on an overflow, which one of them alone may see
+    # Ranks must agree on an overflow, which one of them alone may see.
+    scaler_class: type[torch.amp.GradScaler] = ShardedGradScaler
     shapes: dict[str, torch.Size]
     starts: dict[Parameter, int]
 

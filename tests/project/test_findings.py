@@ -18,7 +18,10 @@ FINDINGS = Path(__file__).parents[2] / "docs" / "findings"
 HELPERS = {"flash_attn_stand_in.py", "megatron_on_cpu.py"}  # what several scripts import
 # Scripts that need a GPU, each with the package that it needs as well.
 ON_GPUS = {"inductor_ranks_choose.py": "", "transformer_engine_tf32.py": "transformer-engine"}
-NEWER = {"megatron_fsdp_kept.py": ("megatron-core", 0, 18)}  # scripts about releases from this one on
+NEWER = {  # scripts about releases from this one on
+    "megatron_fsdp_counted_update.py": ("megatron-core", 0, 17),
+    "megatron_fsdp_kept.py": ("megatron-core", 0, 18),
+}
 FURTHER = {"megatron_muon_parts.py": "emerging-optimizers"}  # scripts that need a package beside the library
 SCRIPTS = sorted(path for path in FINDINGS.glob("*.py") if path.name not in HELPERS)
 PLAIN = (
