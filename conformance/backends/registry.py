@@ -297,9 +297,11 @@ class SubprocessAdapter:
             query = {"method": method, "scenario": self._latest[1], "layouts": [str(one) for one in layouts]}
             self.asked = time.monotonic()
             if self._rests:
-                self._process, self._rests = self._started(), False
-                if "message" in self._process.hello:
-                    raise self._error(self._process.hello)
+                started = self._started()
+                if "message" in started.hello:  # as when files of the backend are being changed
+                    started.end()
+                    raise self._error(started.hello)
+                self._process, self._rests = started, False
             answer = self._process.ask(query | {"folder": str(Path.cwd())})
         if "message" in answer:
             raise self._error(answer)

@@ -19,12 +19,9 @@ import parity
 class Recording(DeepspeedStrategy):  # type: ignore[misc]
     """Records the optimizer steps of the model that is trained. The loss is the mean over micro-batches."""
 
-    records = contextlib.ExitStack()
-
     def prepare(self, *args: Any) -> Any:
         prepared = super().prepare(*args)
-        self.engine = getattr(prepared[0], "model", prepared[0])  # of an Actor
-        self.losses: list[Tensor] = []
+        self.engine, self.losses = getattr(prepared[0], "model", prepared[0]), list[Tensor]()  # engine: of an Actor
         recorder = parity.record(self.engine, self.engine.optimizer, out=os.environ["RECORD"])
         self.recorder = self.records.enter_context(recorder)
         return prepared
@@ -43,7 +40,7 @@ class Recording(DeepspeedStrategy):  # type: ignore[misc]
 
 def main() -> None:
     openrlhf.utils.deepspeed.DeepspeedStrategy = Recording
-    with Recording.records:  # the record ends when the training does
+    with contextlib.ExitStack() as Recording.records:  # the record ends when the training does
         runpy.run_module("openrlhf.cli.train_sft", run_name="__main__")
 
 

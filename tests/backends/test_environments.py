@@ -396,6 +396,21 @@ def test_adapters_that_were_asked_long_ago_keep_no_process_and_answer_again(monk
     assert process_state(first._process.process.pid) not in ("", "Z")
 
 
+def test_an_adapter_that_cannot_start_again_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "changes.py"
+    module.write_text("from plain_backend import Plain as Changes\n")
+    asked = adapter_of(find_backend("changes:Changes"))
+    assert isinstance(asked, SubprocessAdapter)
+    asked.rest()
+    module.write_text("raise OSError('half written')\n")
+    for _ in range(2):
+        with pytest.raises(BrokenBackend, match="half written"):
+            asked.supports(SCENARIO, Layout(dp=1))
+    module.write_text("from plain_backend import Plain as Changes\n\n")
+    assert asked.supports(SCENARIO, Layout(dp=1)) == Supported()
+
+
 FAILS = """
 from plain_backend import Plain
 
