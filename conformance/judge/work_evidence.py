@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         where = f"requested at most {FLOAT8_ERROR:.1e} of the magnitudes, observed {max(errors):.1e}"
         yield "products in float8 are those of their operands", max(errors) <= FLOAT8_ERROR, where
     if "te" in layout.options and layout.float8:
-        yield from _engine_casts(layout.float8, step.ranks)
+        kept = Fraction(layers - 2 * ("fp8ends" in layout.options), layers)
+        yield from _engine_casts(layout.float8, step.ranks, kept=kept, frozen=linear.frozen)
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
@@ -67,6 +69,7 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         yield below("no rank multiplies more than its share", max(backward), most, unit)
 
 
+OPERANDS = ("input", "weight", "gradient")
 # Formats of operands in TransformerEngine's recipes, and what has a scale of its own.
 _TENSORS = {("input", "e4m3fn", "tensor"), ("weight", "e4m3fn", "tensor"), ("gradient", "e5m2", "tensor")}
 CASTS: Mapping[str, set[tuple[str, str, str]]] = {
@@ -76,26 +79,46 @@ CASTS: Mapping[str, set[tuple[str, str, str]]] = {
 }
 
 
-def _engine_casts(recipe: str, ranks: Sequence[Mapping[str, Any]]) -> Claims:
-    """Yields the claims about the operands that TransformerEngine has cast, which no rounding hides."""
-    casts = [cast for rank in ranks for cast in rank.get("float8_casts", ())]
-    observed, due = {(operand, *cast[:2]) for operand, *cast in casts}, CASTS[recipe]
-    shown = ", ".join(" ".join(cast) for cast in sorted(observed ^ due))
-    yield "operands are cast as the recipe says", observed == due, f"missing or not in the recipe: {shown or 'none'}"
+def _engine_casts(recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction, frozen: bool) -> Claims:
+    """Yields the claims about the operands that TransformerEngine has cast on each rank, which no rounding hides.
+
+    kept: the share of layers that multiply in float8. frozen: whether some weights have no gradients, and so no product
+    for them. An input is an operand forward and for the gradient of the weight, a weight forward and for that of the
+    input.
+    """
+    due, of_ranks = CASTS[recipe], [rank.get("float8_casts", ()) for rank in ranks]
+    observed = [{(operand, *cast[:2]) for operand, *cast in casts} for casts in of_ranks]
+    shown = ", ".join(sorted({" ".join(cast) for found in observed for cast in found ^ due}))
+    holds = all(found == due for found in observed)
+    yield "operands are cast as the recipe says", holds, f"missing or not in the recipe: {shown or 'none'}"
+    operands = [{one: sum(cast[5] for cast in casts if cast[0] == one) for one in OPERANDS} for casts in of_ranks]
+    forward = [Fraction(n["input"] + n["weight"] - n["gradient"], 2) for n in operands]
+    wanted = [kept * rank.get("engine", 0) for rank in ranks]
+    where = f"requested {[*map(float, wanted)]} by rank, observed {[*map(float, forward)]}"
+    yield "forward products of these layers are in float8", forward == wanted, where
+    alike = frozen or all(len({*counts.values()}) == 1 for counts in operands)
+    yield "products for gradients are in float8 as well", alike, f"observed operands by rank {operands}"
     if recipe == "fp8delayed":
         digests = {rank.get("float8_scales", "") for rank in ranks}
-        yield "ranks scale alike", len(digests) == 1, f"observed scales of {len(digests)} kinds"
-        fullest = max(number(rank.get("float8_fullest", 0.0)) for rank in ranks)
+        yield "ranks scale alike", len(digests) == 1 and "" not in digests, f"observed scales of {len(digests)} kinds"
+        fullest = max(number(rank.get("float8_fullest", math.inf)) for rank in ranks)
         where = f"observed {fullest:.4g} of the end of the format"
         yield "no magnitude of a history is too large for its scale", fullest <= FULL, where
         return
-    powers = [{cast[3] for cast in casts if cast[0] == operand} for operand in ("input", "weight", "gradient")]
     by_power = recipe == "fp8block"
-    holds = all(found == {True} if by_power else False in found for found in powers)  # a tensor of zeros has scale 1
+    powers = [{one: _of_powers(casts, one) for one in OPERANDS} for casts in of_ranks]
+    # A tensor of zeros has scale 1.
+    holds = all(share == 1 if by_power else share < LEAST for shares in powers for share in shares.values())
     claim = f"scales are {'' if by_power else 'not '}rounded to powers of two"
-    yield claim, holds, f"observed powers of two: {', '.join(str(sorted(found)) for found in powers)}"
-    own = sum(cast[5] for cast in casts if not cast[4])
+    yield claim, holds, f"observed shares of powers of two by rank {powers}"
+    own = sum(cast[5] for casts in of_ranks for cast in casts if not cast[4])
     yield "scales are those of the operands themselves", own == 0, f"observed {own} operands with other scales"
+
+
+def _of_powers(casts: Sequence[Any], operand: str) -> float:
+    """Returns the share of an operand's casts whose scales are all powers of two; NaN without any."""
+    of_operand = sum(cast[5] for cast in casts if cast[0] == operand)
+    return sum(cast[5] for cast in casts if cast[0] == operand and cast[3]) / of_operand if of_operand else math.nan
 
 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:

@@ -130,15 +130,15 @@ class _Evidence:
     log-probs. step: the optimizer step. changed_by_reading: number of storages of weights that the backend changed
     while the suite read weights. float8: number of products of operands in float8 that a kernel made. float8_error:
     their largest distance from the products of the operands, in parts of the magnitudes. float8_casts: of operands of
-    TransformerEngine's products which one it is, the format, what has a scale, whether scales are powers of two,
-    whether they are those of the operand, and the number of operands. float8_scales: SHA-256 of their scales, in order.
+    TransformerEngine's products the operand (input, weight or gradient), its format, what has a scale (tensor, rows or
+    squares of 128), whether scales are powers of two, whether they are those of the operand, and the number of casts. float8_scales: SHA-256 of their scales, in order.
     float8_fullest: the largest magnitude in a history times its scale, in parts of the format's end. embedded:
     where ranks have other tokens, for each lookup of tokens the rows of the embedding on this rank, and the tokens
     of each row. entered: for each of these lookups, for each token the number of the group of equal rows of what
     the layers multiply first; empty if it is not known. gathered: where ranks have other tokens, ranks of the
     group, shape of the input, elements and number of all-gathers in the forward pass. documents: where ranks have
-    other tokens, on the first rank, the tokens of each document of each row of the first micro-batch of each data-
-    parallel rank.
+    other tokens, on the first rank, the tokens of each document of each row of the first micro-batch of each
+    data-parallel rank.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
@@ -161,7 +161,7 @@ class _Evidence:
     float8_error: Annotated[float, Field(ge=0)] = math.inf
     float8_casts: tuple[tuple[str, str, str, bool, bool, Count], ...] = ()
     float8_scales: str = ""
-    float8_fullest: Annotated[float, Field(ge=0)] = 0.0
+    float8_fullest: Annotated[float, Field(ge=0)] = math.inf
     embedded: tuple[tuple[Count, tuple[tuple[Count, ...], ...]], ...] = ()
     entered: tuple[tuple[Count, ...], ...] = ()
     gathered: tuple[tuple[tuple[Count, ...], tuple[Count, ...], Count, Count], ...] = ()

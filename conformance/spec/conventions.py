@@ -289,6 +289,7 @@ class Float8Products(Convention):
             multiple=math.lcm(self.multiple, layout.tp),
             data_ranks=layout.data,
             micro_batches=scenario.accumulation,
+            engine=self.engine and "te" in layout.options,  # whose casts are compared
         )
 
     def __str__(self) -> str:

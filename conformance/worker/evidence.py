@@ -173,7 +173,8 @@ class Watch(InPlaceOfLifting):
         self._multiplying: set[str] = set()  # backward passes
         self._operands: list[tuple[tuple[int, int], Tensor]] = []  # dimensions and elements, and sum and norm (2)
         self.boundaries = 0
-        self.float8, self.float8_error, self.fullest = 0, 0.0, 0.0
+        self.float8, self.float8_error = 0, 0.0
+        self.fullest: float | None = None
         self.casts: Counter[tuple[str, str, str, bool, bool]] = Counter()
         self._scales = hashlib.sha256()
         self.drawn: Counter[tuple[str, str, str]] = Counter()
@@ -472,7 +473,7 @@ class Watch(InPlaceOfLifting):
             "float8_error": self.float8_error,
             "float8_casts": [[*cast, count] for cast, count in sorted(self.casts.items())],
             "float8_scales": self._scales.hexdigest() if self.casts else "",
-            "float8_fullest": self.fullest,
+            **({} if self.fullest is None else {"float8_fullest": self.fullest}),
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],

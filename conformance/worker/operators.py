@@ -214,15 +214,16 @@ def _padded(x: Tensor, dim: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, rest) if dim == 1 else (0, 0, 0, rest))
 
 
-def fullest_history(buffers: Any) -> float:
+def fullest_history(manager: Any) -> float | None:
     """Returns the largest magnitude in TransformerEngine's histories times its scale, in parts of the end of its
-    format. More than 1 would saturate; 0 without histories. ``buffers``: its FP8GlobalStateManager."""
-    found = [0.0]
+    format. More than 1 would saturate; None without histories. ``manager``: its FP8GlobalStateManager, which holds them
+    in ``quantization_state`` from release 2.15 on."""
+    buffers, found = getattr(manager, "quantization_state", manager), list[float]()
     for key, histories in buffers.global_amax_history_buffer.items():
         end = torch.finfo(torch.float8_e4m3fn if key.startswith("forward") else torch.float8_e5m2).max
         scales = buffers.global_scale_buffer[key]
         found += [float((h.amax(0) * scale).max()) / end for h, scale in zip(histories, scales, strict=True)]
-    return max(found)
+    return max(found, default=None)
 
 
 def in_compiled_code() -> bool:

@@ -222,7 +222,8 @@ def _muon_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
     if is_older("megatron-core", 0, 17):
         return (
             "the Muon of megatron-core 0.16 fails beside emerging-optimizers 0.2 and newer (missing 1 required "
-            "keyword-only argument: 'nesterov'); use megatron-core 0.17 to 0.19, or fsdp2 for torch's Muon"
+            "keyword-only argument: 'nesterov'); use megatron-core 0.17 to 0.19 and emerging-optimizers, for "
+            "Python 3.12, or fsdp2 for torch's Muon"
         )
     if not is_installed("emerging-optimizers"):
         return (

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,16 +221,31 @@ def test_a_history_shows_whether_its_scale_is_too_large() -> None:
     assert fullest_history(buffers) == 1.0
     scales["backward_x"][0] *= 1.5
     assert fullest_history(buffers) == 1.5
-    assert fullest_history(SimpleNamespace(global_amax_history_buffer={}, global_scale_buffer={})) == 0.0
+    assert fullest_history(SimpleNamespace(quantization_state=buffers)) == 1.5  # as from release 2.15 on
+    assert fullest_history(SimpleNamespace(global_amax_history_buffer={}, global_scale_buffer={})) is None
 
 
-def casts(recipe: str, *, changes: dict[str, str] | None = None, powers: bool | None = None, own: bool = True) -> Any:
-    """What a rank's evidence says of operands. ``changes``: a format or a kind of scale, and what is in its place."""
+def casts(
+    recipe: str,
+    *,
+    changes: dict[str, str] | None = None,
+    powers: bool | None = None,
+    own: bool = True,
+    counts: dict[str, int] | None = None,
+) -> Any:
+    """What a rank's evidence says of operands of four products forward and eight backward. ``changes``: a format or a
+    kind of scale, and what is in its place. ``counts``: other numbers of operands."""
     by_power = recipe == "fp8block" if powers is None else powers
-    found = [[*cast, by_power, own or recipe == "fp8delayed", 8] for cast in sorted(CASTS[recipe])]
+    numbers = {"input": 8, "weight": 8, "gradient": 8} | (counts or {})
+    found = [[*cast, by_power, own or recipe == "fp8delayed", numbers[cast[0]]] for cast in sorted(CASTS[recipe])]
     return [
         [(changes or {}).get(value, value) if isinstance(value, str) else value for value in cast] for cast in found
     ]
+
+
+def mostly_by_powers(recipe: str) -> Any:
+    """Of eight operands of a kind one has another scale."""
+    return [[*cast[:5], 7 if cast[3] else 1] for powers in (False, True) for cast in casts(recipe, powers=powers)]
 
 
 @pytest.mark.parametrize(
@@ -241,20 +257,48 @@ def casts(recipe: str, *, changes: dict[str, str] | None = None, powers: bool | 
         ("fp8block", {"float8_casts": casts("fp8block", changes={"squares": "rows"})}, {"operands are cast"}),
         ("fp8tensor", {"float8_casts": casts("fp8tensor", powers=True)}, {"scales are not rounded to powers"}),
         ("fp8block", {"float8_casts": casts("fp8block", powers=False)}, {"scales are rounded to powers"}),
+        (
+            "fp8tensor",
+            {"float8_casts": mostly_by_powers("fp8tensor")},
+            {"scales are not rounded to powers"},
+        ),
         ("fp8tensor", {"float8_casts": casts("fp8tensor", own=False)}, {"scales are those of the operands"}),
         ("fp8delayed", {"float8_scales": "other"}, {"ranks scale alike"}),
         ("fp8delayed", {"float8_fullest": 1.01}, {"no magnitude of a history is too large"}),
         ("fp8delayed", {"float8_fullest": 1.0}, set()),
+        # Gradients of weights, or of inputs, are multiplied in high precision
+        ("fp8tensor", {"float8_casts": casts("fp8tensor", counts={"input": 4, "gradient": 4})}, {"products for grad"}),
+        ("fp8block", {"float8_casts": casts("fp8block", counts={"weight": 4, "gradient": 4})}, {"products for grad"}),
+        ("fp8tensor", {"engine": 5}, {"forward products of these layers"}),  # one more in high precision
     ],
 )
 def test_casts_are_those_of_the_recipe(recipe: Float8Recipe, rank: dict[str, Any], wrong: set[str]) -> None:
-    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9}
-    both = [one | rank, one if rank.get("float8_casts") is None else one | rank]
-    found = {claim for claim, holds, _ in engine_claims(recipe, both) if not holds}
+    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9, "engine": 4}
+    found = broken(recipe, [one | rank, one])
     due = {claim for claim in found if any(claim.startswith(start) for start in wrong)}
     if rank.get("float8_casts") != []:  # of which other claims do not hold either
         assert found == due
     assert len(due) == len(wrong)
+
+
+def broken(recipe: str, ranks: list[dict[str, Any]], *, kept: Fraction = Fraction(1), frozen: bool = False) -> set[str]:
+    return {claim for claim, holds, _ in engine_claims(recipe, ranks, kept=kept, frozen=frozen) if not holds}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_rank_multiplies_in_float8_itself(recipe: Float8Recipe) -> None:
+    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9, "engine": 4}
+    assert "forward products of these layers are in float8" in broken(recipe, [one, one | {"float8_casts": []}])
+    assert not broken(recipe, [one | {"engine": 12}], kept=Fraction(1, 3))  # fp8ends, of three layers
+    assert broken(recipe, [one | {"engine": 12}])
+    part = casts(recipe, counts={"input": 4, "gradient": 4})
+    assert not broken(recipe, [one | {"float8_casts": part}], frozen=True)
+
+
+def test_histories_that_were_not_seen_hold_no_claim() -> None:
+    one = {"float8_casts": casts("fp8delayed"), "float8_scales": "same", "engine": 4}
+    assert broken("fp8delayed", [one]) == {"no magnitude of a history is too large for its scale"}
+    assert broken("fp8delayed", [one | {"float8_scales": "", "float8_fullest": 0.9}]) == {"ranks scale alike"}
 
 
 def test_histories_end_with_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
