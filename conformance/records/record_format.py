@@ -131,14 +131,14 @@ class _Evidence:
     while the suite read weights. float8: number of products of operands in float8 that a kernel made. float8_error:
     their largest distance from the products of the operands, in parts of the magnitudes. float8_casts: of operands of
     TransformerEngine's products the operand (input, weight or gradient), its format, what has a scale (tensor, rows or
-    squares of 128), whether scales are powers of two, whether they are those of the operand, and the number of casts. float8_scales: SHA-256 of their scales, in order.
-    float8_fullest: the largest magnitude in a history times its scale, in parts of the format's end. embedded:
-    where ranks have other tokens, for each lookup of tokens the rows of the embedding on this rank, and the tokens
-    of each row. entered: for each of these lookups, for each token the number of the group of equal rows of what
-    the layers multiply first; empty if it is not known. gathered: where ranks have other tokens, ranks of the
-    group, shape of the input, elements and number of all-gathers in the forward pass. documents: where ranks have
-    other tokens, on the first rank, the tokens of each document of each row of the first micro-batch of each
-    data-parallel rank.
+    squares of 128), whether scales are powers of two, whether they are those of the operand, and the number of casts.
+    float8_scales: SHA-256 of their scales, in order. float8_fullest: the largest magnitude in a history times its
+    scale, in parts of the format's end. embedded: where ranks have other tokens, for each lookup of tokens the rows of
+    the embedding on this rank, and the tokens of each row. entered: for each of these lookups, for each token the
+    number of the group of equal rows of what the layers multiply first; empty if it is not known. gathered: where ranks
+    have other tokens, ranks of the group, shape of the input, elements and number of all-gathers in the forward pass.
+    documents: where ranks have other tokens, on the first rank, the tokens of each document of each row of the first
+    micro-batch of each data-parallel rank.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
