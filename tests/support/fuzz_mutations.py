@@ -1,5 +1,6 @@
 """Mutates files at random but reproducibly; tests/support/fuzz_inputs.py checks the results."""
 
+import copy
 import json
 import math
 import random
@@ -63,19 +64,24 @@ def mutate_json(rng: random.Random, values: Any) -> Any:
     """One value somewhere in it is replaced, removed, or joined by another."""
     holders = [holder for holder in _holders(values) if holder]
     if not holders:
-        return rng.choice(JUNK)
+        return _junk(rng)
     holder = rng.choice(holders)
     key = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
     action = rng.randrange(5)
     if action == 0:
         del holder[key]
     elif action == 1 and isinstance(holder, dict):
-        holder[rng.choice((*WORDS, "auto_map", "text_config", "quantization_config"))] = rng.choice(JUNK)
+        holder[rng.choice((*WORDS, "auto_map", "text_config", "quantization_config"))] = _junk(rng)
     elif action == 2 and isinstance(holder[key], int | float):
         holder[key] *= rng.choice((-1, 2, 0.5, 3, 10**6))
     else:
-        holder[key] = rng.choice(JUNK)
+        holder[key] = _junk(rng)
     return values
+
+
+def _junk(rng: random.Random) -> Any:
+    """A copy, because a later mutation may put a value into one that it has put there, or even into itself."""
+    return copy.deepcopy(rng.choice(JUNK))
 
 
 def _holders(values: Any) -> list[Any]:
