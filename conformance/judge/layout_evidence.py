@@ -293,10 +293,10 @@ def _claims(
         else:
             yield "layers run as they are written", ranks.total("compiled") == 0
         if "te" in layout.options:  # all but the product of the head
-            not_engine = ranks.linear() - ranks.total("engine")
-            yield "layers are TransformerEngine's", OF_A_LAYER * sizes.layers * not_engine <= ranks.total("engine")
+            not_te = ranks.linear() - ranks.total("te")
+            yield "layers are TransformerEngine's", OF_A_LAYER * sizes.layers * not_te <= ranks.total("te")
         else:
-            yield "layers are not TransformerEngine's", ranks.total("engine") == 0
+            yield "layers are not TransformerEngine's", ranks.total("te") == 0
         again = ranks.products("recomputed")
         more = ranks.products("backward") + left_out > RECOMPUTED * forward
         if "ckpt" in layout.options:

@@ -58,7 +58,7 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         yield "products in float8 are those of their operands", max(errors) <= FLOAT8_ERROR, where
     if "te" in layout.options and layout.float8:
         kept = Fraction(layers - 2 * ("fp8ends" in layout.options), layers)
-        yield from _engine_casts(layout.float8, step.ranks, kept=kept, frozen=linear.frozen)
+        yield from _te_casts(layout.float8, step.ranks, kept=kept, frozen=linear.frozen)
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
@@ -79,7 +79,7 @@ CASTS: Mapping[str, set[tuple[str, str, str]]] = {
 }
 
 
-def _engine_casts(recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction, frozen: bool) -> Claims:
+def _te_casts(recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction, frozen: bool) -> Claims:
     """Yields the claims about the operands that TransformerEngine has cast on each rank, which no rounding hides.
 
     kept: the share of layers that multiply in float8. frozen: whether some weights have no gradients, and so no product
@@ -93,7 +93,7 @@ def _engine_casts(recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Frac
     yield "operands are cast as the recipe says", holds, f"missing or not in the recipe: {shown or 'none'}"
     operands = [{one: sum(cast[5] for cast in casts if cast[0] == one) for one in OPERANDS} for casts in of_ranks]
     forward = [Fraction(n["input"] + n["weight"] - n["gradient"], 2) for n in operands]
-    wanted = [kept * rank.get("engine", 0) for rank in ranks]
+    wanted = [kept * rank.get("te", 0) for rank in ranks]
     where = f"requested {[*map(float, wanted)]} by rank, observed {[*map(float, forward)]}"
     yield "forward products of these layers are in float8", forward == wanted, where
     alike = frozen or all(len({*counts.values()}) == 1 for counts in operands)

@@ -141,7 +141,7 @@ class Magnitudes:
         self._before.append(self._own)
 
 
-class EngineMagnitudes(Magnitudes):
+class TEMagnitudes(Magnitudes):
     """Holds them as TransformerEngine does: the first scale is 1, and a history of zeros leaves the scale as it is.
 
     once: the operand is cast in the first micro-batch of a step only, as weights are; in others its magnitude is 0.
@@ -224,11 +224,11 @@ class WithFloat8Products(Variant):
     def _new_magnitudes(self) -> dict[Operand, Magnitudes]:
         if not (length := self._recipe.history):
             return {}
-        if not self._of.engine:
+        if not self._of.transformer_engine:
             return {operand: Magnitudes(length) for operand in get_args(Operand)}
         ends = {"input": E4M3, "weight": E4M3, "gradient": self._recipe.gradient}
         return {
-            operand: EngineMagnitudes(length, ends[operand].largest, once=operand == "weight")
+            operand: TEMagnitudes(length, ends[operand].largest, once=operand == "weight")
             for operand in get_args(Operand)
         }
 
@@ -254,7 +254,7 @@ class WithFloat8Products(Variant):
         return [rows for parts in filled for rows in parts]
 
     def _filled(self, rows: Sequence[Row]) -> list[Row]:
-        if self._of.engine:
+        if self._of.transformer_engine:
             return [*rows[:-1], _longer(rows[-1], -sum(row.length for row in rows) % self._of.multiple)]
         length = -(-max(row.length for row in rows) // self._of.multiple) * self._of.multiple
         return [_longer(row, length - row.length) for row in rows]
@@ -272,12 +272,12 @@ class WithFloat8Products(Variant):
             return module
         is_noise = policy.compute != torch.float64 and not policy.fused
         near = torch.finfo(policy.compute).eps / 2 if is_noise else 0.0
-        near = max(near, KERNEL_ROUNDING) if is_noise and self._of.engine else near
-        factor = float(self._of.data_ranks) if self._of.engine else 1.0
+        near = max(near, KERNEL_ROUNDING) if is_noise and self._of.transformer_engine else near
+        factor = float(self._of.data_ranks) if self._of.transformer_engine else 1.0
         at_once: dict[str, Tensor] = {}  # what products give of the other modules of their group
 
         def run(name: str, function: Function, x: Tensor) -> Tensor:
-            group = next((group for group in FUSED if self._of.engine and name in group), (name,))
+            group = next((group for group in FUSED if self._of.transformer_engine and name in group), (name,))
             found = [weights.get(f"{one}.weight") for one in group]
             matrices = [one for one in found if one is not None and one.ndim == 2]
             if not matrices or any(size % self._recipe.multiple for one in matrices for size in one.shape):

@@ -122,7 +122,7 @@ class _Evidence:
     widths, lengths: the last and the last but one dimension of 3-dimensional results, such as logits. linear: dtype and
     count of matrix products of linear layers in forward passes. reduced: group size and number of elements that were
     summed over the group. held_weights: size in bytes and count of the storages that held weights when the gradients
-    were complete. compiled: number of products of linear layers that code of torch.compile made. engine: number of
+    were complete. compiled: number of products of linear layers that code of torch.compile made. te: number of
     those that TransformerEngine made. moved: operation, ranks of the group, pass, number of calls and of elements.
     work: phase and number of multiplications of the products of linear layers. backwards: number of backward passes
     with such products. operands: dimensions, elements, sum and norm of each vector that is added or multiplied and of
@@ -149,7 +149,7 @@ class _Evidence:
     reduced: tuple[tuple[StrictInt, Count], ...] = ()
     held_weights: tuple[tuple[Count, Count], ...] = ()
     compiled: Count = 0
-    engine: Count = 0
+    te: Count = 0
     moved: tuple[tuple[str, tuple[Count, ...], str, Count, Count], ...] = ()
     work: tuple[tuple[str, Count], ...] = ()
     backwards: Count = 0

@@ -263,9 +263,9 @@ class Float8Products(Convention):
 
     A tensor that has a scale is a micro-batch of one data rank: ``data_ranks``, ``micro_batches``; for fp8delayed that
     of all. Its rows are filled with token 0 up to a ``multiple`` of tokens, and filled tokens count in the scale.
-    ``ends``: the first and the last layer are left out. ``engine``: the layers are TransformerEngine's in Megatron:
-    queries, keys and values are one product, as are gate and up; rows lie end to end, and are filled up together. With
-    fp8delayed the first scale is 1, and weights are cast once a step.
+    ``ends``: the first and the last layer are left out. ``transformer_engine``: the layers are TransformerEngine's in
+    Megatron: queries, keys and values are one product, as are gate and up; rows lie end to end, and are filled up
+    together. With fp8delayed the first scale is 1, and weights are cast once a step.
     """
 
     kind: Literal["float8-products"] = "float8-products"
@@ -274,7 +274,7 @@ class Float8Products(Convention):
     multiple: Number = 1
     data_ranks: Number = 1
     micro_batches: Number = 1
-    engine: bool = False
+    transformer_engine: bool = False
     words: ClassVar[str] = "products of linear layers in float8"
     stage: ClassVar[str] = "log-probs"
     coarse: ClassVar[bool] = True
@@ -289,7 +289,7 @@ class Float8Products(Convention):
             multiple=math.lcm(self.multiple, layout.tp),
             data_ranks=layout.data,
             micro_batches=scenario.accumulation,
-            engine=self.engine and "te" in layout.options,  # whose casts are compared
+            transformer_engine=self.transformer_engine and "te" in layout.options,  # whose casts are compared
         )
 
     def __str__(self) -> str:

@@ -38,12 +38,12 @@ from conformance.worker.operators import (
     Operator,
     collective_of,
     dtype_name,
-    engine_cast,
-    engine_product_error,
     fullest_history,
     in_compiled_code,
     operator_of,
     product_error,
+    te_cast,
+    te_product_error,
     tensors_in,
 )
 from conformance.worker.rank_state import digest_of
@@ -62,7 +62,7 @@ BY_CALLER = (
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", "no_sync"),
 )
 HISTORIES = "transformer_engine.pytorch.fp8"  # the module of TransformerEngine's delayed scaling
-ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
+TRANSFORMER_ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
 _BIAS, _GRADIENT = 3, 7  # arguments of ``generic_gemm`` behind the operands: a bias, and whether it is its gradient
 # Autograd functions of libraries' linear layers, which record no graph of the products inside of them: module, class.
 FUNCTIONS = (
@@ -116,7 +116,7 @@ class Watch(InPlaceOfLifting):
     linear: number of products of linear layers in forward passes, by dtype. All other products are batched, as in
         attention, and their number depends on the kernel.
     compiled: number of products of linear layers in forward passes that code of torch.compile makes.
-    engine: number of products of linear layers in forward passes that TransformerEngine makes.
+    te: number of products of linear layers in forward passes that TransformerEngine makes.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
         (rows, length, width), outside of the autograd engine.
     again: number of recomputed products of linear layers.
@@ -132,7 +132,7 @@ class Watch(InPlaceOfLifting):
     boundaries: number of calls of the methods in BY_CALLER.
     float8: number of products that a kernel made of operands in float8. float8_error: their largest distance from the
         product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
-    casts: number of operands of TransformerEngine's products, by operand and what engine_cast returns. fullest: see
+    casts: number of operands of TransformerEngine's products, by operand and what te_cast returns. fullest: see
         fullest_history, at the end.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
         lists of each row. Lookups in other matrices, as of the tokens of an expert, are none.
@@ -162,7 +162,7 @@ class Watch(InPlaceOfLifting):
         self.products: Counter[tuple[str, str]] = Counter()
         self.linear: Counter[str] = Counter()
         self.compiled = 0
-        self.engine = 0
+        self.te = 0
         self.widths: set[int] = set()
         self.lengths: set[int] = set()
         self.again = 0
@@ -192,14 +192,14 @@ class Watch(InPlaceOfLifting):
     def step(self) -> Iterator[None]:
         """Counts inside this block. Also counts the products of TransformerEngine, and classifies those of FUNCTIONS,
         if this process has imported these libraries."""
-        engine: Any = sys.modules.get(ENGINE)
+        library: Any = sys.modules.get(TRANSFORMER_ENGINE)
         with contextlib.ExitStack() as all_:
             for module, kind, method in BY_CALLER:
                 if (owner := getattr(sys.modules.get(module), kind, None)) is not None:
                     all_.enter_context(mock.patch.object(owner, method, self._counted(getattr(owner, method))))
-            if engine is not None:
-                counted = partial(self._engine_product, engine.generic_gemm)
-                all_.enter_context(mock.patch.object(engine, "generic_gemm", counted))
+            if library is not None:
+                counted = partial(self._te_product, library.generic_gemm)
+                all_.enter_context(mock.patch.object(library, "generic_gemm", counted))
             for module, kind in FUNCTIONS:
                 if (function := getattr(sys.modules.get(module), kind, None)) is not None:
                     all_.enter_context(mock.patch.object(function, "apply", partial(self._of_function, function.apply)))
@@ -227,7 +227,7 @@ class Watch(InPlaceOfLifting):
         finally:
             self._recorded = False
 
-    def _engine_product(self, own: Any, a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any, **more: Any) -> Any:
+    def _te_product(self, own: Any, a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any, **more: Any) -> Any:
         """Wraps TransformerEngine's ``generic_gemm``, which runs in autograd functions and records no graph. Recomputed
         products are recognised by their operands: in forward passes the first matrix, the weight, is transposed and
         the second is not."""
@@ -238,7 +238,7 @@ class Watch(InPlaceOfLifting):
             phase = ("recomputed" if of_forward else "backward") if in_backward else "forward"
             self.products[dtype, phase] += 1
             self.linear[dtype] += phase == "forward"
-            self.engine += phase == "forward"
+            self.te += phase == "forward"
             self.again += phase == "recomputed"
             if in_backward:
                 self._multiplying.add(self._pass())
@@ -248,16 +248,16 @@ class Watch(InPlaceOfLifting):
                 self.float8 += 1
                 bias = None if rest[_GRADIENT] else rest[_BIAS]  # which is an output in a backward pass
                 with self.reading():
-                    error = engine_product_error(a, flipped, b, b_flipped, bias, found[0])
-                    self._engine_casts(a, flipped, b, b_flipped)
+                    error = te_product_error(a, flipped, b, b_flipped, bias, found[0])
+                    self._te_casts(a, flipped, b, b_flipped)
                 self.float8_error = max(self.float8_error, error)
         return found
 
-    def _engine_casts(self, a: Any, flipped: bool, b: Any, b_flipped: bool) -> None:
+    def _te_casts(self, a: Any, flipped: bool, b: Any, b_flipped: bool) -> None:
         """Notes how operands are cast: a weight and an input, a weight and a gradient, or an input and a gradient."""
         first, second = ("input" if b_flipped else "weight"), ("input" if flipped else "gradient")
         for operand, x, columns in ((first, a, not flipped), (second, b, b_flipped)):
-            self.casts[(operand, *engine_cast(x, columns=columns))] += 1
+            self.casts[(operand, *te_cast(x, columns=columns))] += 1
             if hasattr(x, "_scale_inv"):
                 self._scales.update(repr(float(x._scale_inv)).encode())
 
@@ -463,7 +463,7 @@ class Watch(InPlaceOfLifting):
             "products": [[*key, count] for key, count in sorted(self.products.items())],
             "linear": [[*entry] for entry in sorted(self.linear.items()) if entry[1]],
             "compiled": self.compiled,
-            "engine": self.engine,
+            "te": self.te,
             "again": self.again,
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),

@@ -151,7 +151,7 @@ def _distance(a: Tensor, b: Tensor, bias: Tensor | None, result: Tensor) -> floa
     return math.inf if math.isnan(error) else error
 
 
-def engine_product_error(a: Any, flipped: bool, b: Any, b_flipped: bool, bias: Tensor | None, result: Tensor) -> float:
+def te_product_error(a: Any, flipped: bool, b: Any, b_flipped: bool, bias: Tensor | None, result: Tensor) -> float:
     """Returns how far TransformerEngine's product of operands in float8 is from that of its operands.
 
     A matrix in float8 is multiplied along its rows, so that another copy, the transposed one, is multiplied along its
@@ -161,10 +161,10 @@ def engine_product_error(a: Any, flipped: bool, b: Any, b_flipped: bool, bias: T
     result = result.reshape(-1, result.shape[-1])
     if not result.numel():
         return 0.0
-    return _distance(_engine_rows(b, columns=b_flipped), _engine_rows(a, columns=not flipped).T, bias, result)
+    return _distance(_te_rows(b, columns=b_flipped), _te_rows(a, columns=not flipped).T, bias, result)
 
 
-def _engine_copy(x: Any, *, columns: bool) -> tuple[Tensor, Tensor]:
+def _te_copy(x: Any, *, columns: bool) -> tuple[Tensor, Tensor]:
     """Returns what TransformerEngine multiplies along the rows of a matrix, or along its columns as rows, in float8;
     and its scale, or those of its blocks, as rows."""
     has_blocks = not hasattr(x, "_scale_inv")
@@ -181,9 +181,9 @@ def _engine_copy(x: Any, *, columns: bool) -> tuple[Tensor, Tensor]:
     return rows.view(dtype), kept
 
 
-def _engine_rows(x: Any, *, columns: bool) -> Tensor:
+def _te_rows(x: Any, *, columns: bool) -> Tensor:
     """Returns the first rows of what TransformerEngine multiplies, or the first columns as rows, in float64."""
-    data, scale = _engine_copy(x, columns=columns)
+    data, scale = _te_copy(x, columns=columns)
     rows = data[:_PART].double()
     if not hasattr(x, "_scale_inv"):
         of_rows = scale.repeat_interleave(_BLOCK, 0) if x._is_2D_scaled else scale
@@ -191,11 +191,11 @@ def _engine_rows(x: Any, *, columns: bool) -> Tensor:
     return rows * scale
 
 
-def engine_cast(x: Any, *, columns: bool) -> tuple[str, str, bool, bool]:
+def te_cast(x: Any, *, columns: bool) -> tuple[str, str, bool, bool]:
     """Returns how TransformerEngine has cast an operand: the format, what has a scale of its own (tensor, rows of
     blocks or squares), whether all scales are powers of two, and whether each scale is that of these numbers: their
     largest is the end of the format, or of a block at least half of it."""
-    data, scale = _engine_copy(x, columns=columns)
+    data, scale = _te_copy(x, columns=columns)
     end = torch.finfo(data.dtype).max
     powers = bool((torch.frexp(scale).mantissa == 0.5).all())
     name = dtype_name(data.dtype).removeprefix("float8_")

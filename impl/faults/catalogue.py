@@ -166,7 +166,7 @@ SEAMS: Mapping[str, str] = {
     "cast_shard": "(shard, dtype, ..., *, reduce_amax, device_mesh, ...) -> a rank's part of a weight in float8",
     "cast_saturated": "(scaled tensor, dtype) -> it in float8, with numbers beyond the largest one set to it",
     "amax_to_scale": "(largest magnitude, dtype, *, round_scales_to_power_of_2) -> scale",
-    "engine_recipe": "(Megatron's configuration) -> TransformerEngine's recipe of a pass or a layer",
+    "te_recipe": "(Megatron's configuration) -> TransformerEngine's recipe of a pass or a layer",
     "weights_are_new": "(model): lets TransformerEngine cast the weights of a step",
     # Checkpoints and exports
     "load_kind": "(model, kind, folder): sets one kind of the model's training state from files",

@@ -264,7 +264,7 @@ def block_scales_transposed(cast_blocks: Function, *arguments: Any) -> Any:
 # In TransformerEngine's layers, which Megatron gives a recipe.
 
 
-def _engine_cells(options: str) -> FaultCells:
+def _te_cells(options: str) -> FaultCells:
     return sft("sft-packed", "llama-even", megatron=f"dp2.te.{options}", only=FLOAT32)
 
 
@@ -272,33 +272,33 @@ def _engine_cells(options: str) -> FaultCells:
     summary="gradients of outputs are cast to e4m3, though the format is hybrid",
     source=f"{_OF_TRANSFORMER_ENGINE}/issues/3342, where e5m2 is read as e4m3",
     stage="configuration",
-    cells=_engine_cells("fp8tensor"),
+    cells=_te_cells("fp8tensor"),
     needs="te and fp8tensor",
 )
-def engine_gradients_in_e4m3(engine_recipe: Function, config: Any) -> Any:
-    return replace(recipe := engine_recipe(config), fp8_format=type(recipe.fp8_format).E4M3)
+def te_gradients_in_e4m3(te_recipe: Function, config: Any) -> Any:
+    return replace(recipe := te_recipe(config), fp8_format=type(recipe.fp8_format).E4M3)
 
 
 @FLOAT8_FAULTS.add(
     summary="scales of tensors are rounded to powers of two, though the recipe has none",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/1471, which makes it an option",
     stage="configuration",
-    cells=_engine_cells("fp8tensor"),
+    cells=_te_cells("fp8tensor"),
     needs="te and fp8tensor",
 )
-def engine_scales_powers_of_two(engine_recipe: Function, config: Any) -> Any:
-    return _with_scales(engine_recipe(config), powers=True)
+def te_scales_powers_of_two(te_recipe: Function, config: Any) -> Any:
+    return _with_scales(te_recipe(config), powers=True)
 
 
 @FLOAT8_FAULTS.add(
     summary="scales of blocks are not rounded to powers of two, though the recipe has them",
     source="https://github.com/ROCm/TransformerEngine/pull/687, about the two flags that say so",
     stage="configuration",
-    cells=_engine_cells("fp8block"),
+    cells=_te_cells("fp8block"),
     needs="te and fp8block",
 )
-def engine_scales_not_powers_of_two(engine_recipe: Function, config: Any) -> Any:
-    return _with_scales(engine_recipe(config), powers=False)
+def te_scales_not_powers_of_two(te_recipe: Function, config: Any) -> Any:
+    return _with_scales(te_recipe(config), powers=False)
 
 
 def _with_scales(recipe: Any, *, powers: bool) -> Any:
@@ -311,22 +311,22 @@ def _with_scales(recipe: Any, *, powers: bool) -> Any:
     summary="weights have a scale for each 1 x 128 numbers, instead of each 128 x 128",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/1559, whose recipe has both",
     stage="configuration",
-    cells=_engine_cells("fp8block"),
+    cells=_te_cells("fp8block"),
     needs="te and fp8block",
 )
-def engine_weights_in_rows_of_blocks(engine_recipe: Function, config: Any) -> Any:
-    return replace(engine_recipe(config), w_block_scaling_dim=1)
+def te_weights_in_rows_of_blocks(te_recipe: Function, config: Any) -> Any:
+    return replace(te_recipe(config), w_block_scaling_dim=1)
 
 
 @FLOAT8_FAULTS.add(
     summary="each rank scales by the largest magnitudes of its own micro-batches",
     source="https://github.com/AMD-AGI/Primus/pull/669, where reduce_amax was always False",
     stage="configuration",
-    cells=_engine_cells("fp8delayed"),
+    cells=_te_cells("fp8delayed"),
     needs="te, fp8delayed and dp of 2 or more",
 )
-def engine_magnitudes_of_own_rank(engine_recipe: Function, config: Any) -> Any:
-    recipe = engine_recipe(config)
+def te_magnitudes_of_own_rank(te_recipe: Function, config: Any) -> Any:
+    recipe = te_recipe(config)
     recipe.reduce_amax = False
     return recipe
 
@@ -335,11 +335,11 @@ def engine_magnitudes_of_own_rank(engine_recipe: Function, config: Any) -> Any:
     summary="scales follow from the last micro-batch alone, and the history is not read",
     source="https://github.com/pytorch/ao/pull/1753 deletes such code; docs/findings/torchao-amax-history.md",
     stage="configuration",
-    cells=_engine_cells("fp8delayed"),
+    cells=_te_cells("fp8delayed"),
     needs="te, fp8delayed and three micro-batches",
 )
-def engine_history_not_read(engine_recipe: Function, config: Any) -> Any:
-    recipe = engine_recipe(config)
+def te_history_not_read(te_recipe: Function, config: Any) -> Any:
+    recipe = te_recipe(config)
     recipe.amax_compute_algo = "most_recent"
     return recipe
 
@@ -348,11 +348,11 @@ def engine_history_not_read(engine_recipe: Function, config: Any) -> Any:
     summary="scales are those of the micro-batch before the last one",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/118, where magnitudes are copied before their reduction has ended",
     stage="configuration",
-    cells=_engine_cells("fp8delayed"),
+    cells=_te_cells("fp8delayed"),
     needs="te, fp8delayed and three micro-batches",
 )
-def engine_scales_one_micro_batch_late(engine_recipe: Function, config: Any) -> Any:
-    recipe = engine_recipe(config)
+def te_scales_one_micro_batch_late(te_recipe: Function, config: Any) -> Any:
+    recipe = te_recipe(config)
     recipe.scaling_factor_compute_algo = _late_scale
     return recipe
 
@@ -368,10 +368,10 @@ def _late_scale(amax: Tensor, scale: Tensor, largest: float, recipe: Any) -> Ten
     summary="weights are cast in the first step, and what later steps multiply by is not cast again",
     source="https://github.com/NVIDIA/Megatron-LM/issues/629, after which Megatron says when weights are new",
     stage="log-probs",
-    cells=_engine_cells("fp8tensor"),
+    cells=_te_cells("fp8tensor"),
     needs="te, float8 and two steps",
 )
-def engine_weights_of_first_step(weights_are_new: Function, model: Any) -> None:
+def te_weights_of_first_step(weights_are_new: Function, model: Any) -> None:
     if not hasattr(model, "has_cast"):
         weights_are_new(model)
         model.has_cast = True

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from impl.megatron.context import MegatronContext
 
 VERSIONS = ("0.16", "0.17", "0.18", "0.19")  # of megatron-core; impl.megatron.releases holds their differences
-ENGINE = "transformer_engine.pytorch"
+TRANSFORMER_ENGINE = "transformer_engine.pytorch"
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 _admitted = False  # whether this process runs layouts with ``te``
 
@@ -72,17 +72,17 @@ def begin(layout: Layout) -> None:
             f"start a new process"
         )
     if wanted and not _admitted:
-        _admit_engine()
+        _admit_te()
 
 
-def _admit_engine() -> None:
+def _admit_te() -> None:
     global _admitted
     if not torch.cuda.is_available():
         raise UsageError("TransformerEngine's layers need a GPU (--device cuda); leave the layout's option te out")
     # TransformerEngine would use TF32 whatever torch's flags say (docs/findings/transformer-engine-tf32.md).
     os.environ.setdefault(_TF32, "0")
     try:
-        import_module(ENGINE)
+        import_module(TRANSFORMER_ENGINE)
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise UsageError(
             f"TransformerEngine cannot be imported: {error}; run: pip install --no-build-isolation "
@@ -90,7 +90,7 @@ def _admit_engine() -> None:
         ) from error
     # Without TransformerEngine's optimizers megatron-core uses torch's, whose states impl.megatron.tensors can read and
     # write. TransformerEngine's kernels that clip gradients and copy masters stay.
-    optimizers = import_module(f"{ENGINE}.optimizers")
+    optimizers = import_module(f"{TRANSFORMER_ENGINE}.optimizers")
     del optimizers.FusedAdam, optimizers.FusedSGD
     _admitted = True
 
@@ -195,7 +195,7 @@ def _sharded_support(scenario: Scenario, layout: Layout) -> str:
     return ""
 
 
-def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
+def _te_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
     """Whether TransformerEngine's layers can run a cell."""
     if scenario.tier.is_exact:
         return Unsupported("TransformerEngine has no float64; use fp32, bf16 or fp16, or leave te out")
@@ -319,7 +319,7 @@ class MegatronBackend(ReferenceBackend):
     conventions: ClassVar = (
         RouterLossByMicroBatch(),
         RouterLossSoFar(),
-        Float8Products(multiple=MULTIPLE, engine=True),
+        Float8Products(multiple=MULTIPLE, transformer_engine=True),
     )
     seams: ClassVar[dict[str, str]] = {
         **SHARED_SEAMS,
@@ -352,7 +352,7 @@ class MegatronBackend(ReferenceBackend):
         "scale_router_loss": "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
         "restore_generators": "megatron.core.tensor_parallel.random:_set_all_rng_states",
         "own_generator": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
-        "engine_recipe": "megatron.core.fp8_utils:get_fp8_recipe",
+        "te_recipe": "megatron.core.fp8_utils:get_fp8_recipe",
         "weights_are_new": "megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
@@ -417,7 +417,7 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported("dropout is not built in for te; leave te or dropout out")
         if refused := float8_refused(scenario, layout, shape):
             return Unsupported(refused)
-        if "te" in layout.options and isinstance(lacking := _engine_support(scenario, layout, shape), Unsupported):
+        if "te" in layout.options and isinstance(lacking := _te_support(scenario, layout, shape), Unsupported):
             return lacking
         if "varlen" in layout.options and layout.vpp > 1:
             return Unsupported(

@@ -165,6 +165,6 @@ class MegatronContext(ReferenceContext):
     def teardown(self) -> None:
         with self.placed():
             MODEL_PARALLEL.leave()
-        if (engine := sys.modules.get("transformer_engine.pytorch.fp8")) is not None:
-            engine.FP8GlobalStateManager.reset()  # it holds the histories of all models, and their process groups
+        if (module := sys.modules.get("transformer_engine.pytorch.fp8")) is not None:
+            module.FP8GlobalStateManager.reset()  # it holds the histories of all models, and their process groups
         del self.ring

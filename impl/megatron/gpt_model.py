@@ -152,7 +152,7 @@ def transformer_config(
     window = next(iter(windows), None)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     clamped = shape.mixture is not None and bool(shape.mixture.clamped)
-    engine = "te" in layout.options
+    te = "te" in layout.options
     make = MLATransformerConfig if shape.latent else TransformerConfig
     config = make(
         num_layers=shape.layers,
@@ -181,8 +181,8 @@ def transformer_config(
         pipeline_dtype=compute,
         bf16=tier.compute == BF16,
         fp16=tier.compute == F16,
-        transformer_impl="transformer_engine" if engine else "local",
-        attention_backend=AttnBackend.auto if engine else AttnBackend.local,
+        transformer_impl="transformer_engine" if te else "local",
+        attention_backend=AttnBackend.auto if te else AttnBackend.local,
         attention_softmax_in_fp32=not tier.is_exact,
         tensor_model_parallel_size=layout.tp,
         sequence_parallel="seqpar" in layout.options,
@@ -295,9 +295,9 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
 
 def _layers(config: TransformerConfig, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
     if config.transformer_impl == "transformer_engine":
-        from impl.megatron.transformer_engine import FINAL_NORM, engine_spec  # not installed everywhere
+        from impl.megatron.transformer_engine import FINAL_NORM, te_spec  # not installed everywhere
 
-        specs = [engine_spec(shape, config.params_dtype) for _ in layers]
+        specs = [te_spec(shape, config.params_dtype) for _ in layers]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=FINAL_NORM)
     return TransformerBlockSubmodules(layer_specs=[layer_spec(shape, layer) for layer in layers], layer_norm=RMSNorm)
 

@@ -22,14 +22,14 @@ from impl.megatron.model_config import ModelShape
 FINAL_NORM = TENorm
 
 
-class BiasedEngineLinear(TERowParallelLinear):  # type: ignore[misc]
+class BiasedTELinear(TERowParallelLinear):  # type: ignore[misc]
     """Gives o_proj a bias; see impl.megatron.gpt_model.BiasedRowParallelLinear."""
 
     def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
         super().__init__(*sizes, bias=True, **options)
 
 
-class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
+class TEAttention(TEDotProductAttention):  # type: ignore[misc]
     """Computes causal attention within each document by TransformerEngine, as a layer's ``core_attention``."""
 
     def forward(
@@ -56,14 +56,14 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
         return out.view(len(query), 1, -1)  # (length, 1, heads * E)
 
 
-def engine_spec(shape: ModelShape, compute: torch.dtype) -> ModuleSpec:
+def te_spec(shape: ModelShape, compute: torch.dtype) -> ModuleSpec:
     """Returns megatron-core's layer spec for TransformerEngine, with documents and a bias on o_proj.
 
     compute: the dtype of activations.
     """
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = RingCoreAttention if compute == torch.float32 else EngineAttention
+    attention.core_attention = RingCoreAttention if compute == torch.float32 else TEAttention
     if shape.output_bias:
-        attention.linear_proj = BiasedEngineLinear
+        attention.linear_proj = BiasedTELinear
     return spec

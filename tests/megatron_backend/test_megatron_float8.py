@@ -21,7 +21,7 @@ from conformance.backends.faults import catalogue
 from conformance.core.host import FIXTURES
 from conformance.core.packages import is_installed
 from conformance.judge.work_evidence import CASTS
-from conformance.judge.work_evidence import _engine_casts as engine_claims
+from conformance.judge.work_evidence import _te_casts as te_claims
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import with_skeleton
 from conformance.runner.placement import SessionConfig
@@ -31,8 +31,8 @@ from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.spec.layout import Float8Recipe, Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
-from conformance.worker.evidence import ENGINE, HISTORIES, Watch
-from conformance.worker.operators import engine_cast, engine_product_error, fullest_history
+from conformance.worker.evidence import HISTORIES, TRANSFORMER_ENGINE, Watch
+from conformance.worker.operators import fullest_history, te_cast, te_product_error
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.megatron.float8 import RECIPES, float8_refused
 from impl.megatron.model_config import read_shape, stages
@@ -114,7 +114,13 @@ def test_a_convention_is_in_force_with_a_recipe_only() -> None:
     (found,) = [one for one in BACKENDS["megatron"].load().conventions if type(one).__name__ == "Float8Products"]  # type: ignore[attr-defined]
     assert found.in_cell(cell("dp2").scenario, Layout.parse("dp2.te")) is None
     one = found.in_cell(cell("dp2").scenario, Layout.parse("dp2.te.fp8block"))
-    assert (one.recipe, one.engine, one.multiple, one.data_ranks, one.micro_batches) == ("fp8block", True, 16, 2, 3)
+    assert (one.recipe, one.transformer_engine, one.multiple, one.data_ranks, one.micro_batches) == (
+        "fp8block",
+        True,
+        16,
+        2,
+        3,
+    )
 
 
 def drawn(*shape: int) -> Tensor:
@@ -171,12 +177,12 @@ def test_a_product_with_scales_of_tensors_is_that_of_its_operands(keeps: str) ->
     wide_x, wide_w = (data.view(torch.float8_e4m3fn).double() * scale for data, scale in ((a, s), (b, t)))
     result = (wide_x @ wide_w.T).float()
     if keeps != "_transpose":
-        assert engine_product_error(w, True, x, False, None, result) < 1e-6
-        assert engine_product_error(w, True, x, False, None, 1.02 * result) > 2.0**-7
+        assert te_product_error(w, True, x, False, None, result) < 1e-6
+        assert te_product_error(w, True, x, False, None, 1.02 * result) > 2.0**-7
     (g, c, u) = with_one_scale(drawn(48, 80), keeps="both")
     wide_g = c.view(torch.float8_e4m3fn).double() * u
-    assert engine_product_error(w, False, g, False, None, (wide_g @ wide_w).float()) < 1e-6
-    assert engine_product_error(x, False, g, True, None, (wide_g.T @ wide_x).float()) < 1e-6
+    assert te_product_error(w, False, g, False, None, (wide_g @ wide_w).float()) < 1e-6
+    assert te_product_error(x, False, g, True, None, (wide_g.T @ wide_x).float()) < 1e-6
 
 
 def test_a_product_with_scales_of_blocks_is_that_of_its_operands() -> None:
@@ -189,28 +195,28 @@ def test_a_product_with_scales_of_blocks_is_that_of_its_operands() -> None:
     assert torch.equal(w_rows, w_columns)
     assert not torch.equal(x_rows, x_columns)
     bias = drawn(336)
-    assert engine_product_error(w, True, x, False, bias, (x_rows @ w_rows.T + bias).float()) < 1e-6
-    assert engine_product_error(w, False, g, False, None, (g_rows @ w_columns).float()) < 1e-6
-    assert engine_product_error(x, False, g, True, None, (g_columns.T @ x_columns).float()) < 1e-6
-    assert engine_product_error(x, False, g, True, None, (g_columns.T @ x_rows).float()) > 1e-4
+    assert te_product_error(w, True, x, False, bias, (x_rows @ w_rows.T + bias).float()) < 1e-6
+    assert te_product_error(w, False, g, False, None, (g_rows @ w_columns).float()) < 1e-6
+    assert te_product_error(x, False, g, True, None, (g_columns.T @ x_columns).float()) < 1e-6
+    assert te_product_error(x, False, g, True, None, (g_columns.T @ x_rows).float()) > 1e-4
 
 
 def test_a_cast_is_told_by_its_format_scales_and_largest_number() -> None:
     x, *_ = with_one_scale(drawn(48, 64), keeps="both")
-    assert engine_cast(x, columns=False) == engine_cast(x, columns=True) == ("e4m3fn", "tensor", False, True)
+    assert te_cast(x, columns=False) == te_cast(x, columns=True) == ("e4m3fn", "tensor", False, True)
     late = SimpleNamespace(
         **vars(x) | {"_data": (x._data.view(torch.float8_e4m3fn).float() / 2).to(torch.float8_e4m3fn)}
     )
     late._data, late._scale_inv = late._data.view(torch.uint8), torch.tensor(0.25)
-    assert engine_cast(late, columns=False) == ("e4m3fn", "tensor", True, False)
+    assert te_cast(late, columns=False) == ("e4m3fn", "tensor", True, False)
     for square, what in ((False, "rows"), (True, "squares")):
         y, *_ = in_blocks(drawn(272, 192), square=square)
-        assert engine_cast(y, columns=False) == engine_cast(y, columns=True) == ("e4m3fn", what, True, True)
+        assert te_cast(y, columns=False) == te_cast(y, columns=True) == ("e4m3fn", what, True, True)
         y._rowwise_scale_inv = y._rowwise_scale_inv * 3
         y._columnwise_data = (y._columnwise_data.view(torch.float8_e4m3fn).float() / 4).to(torch.float8_e4m3fn)
         y._columnwise_data = y._columnwise_data.view(torch.uint8)
-        assert engine_cast(y, columns=False) == ("e4m3fn", what, False, True)
-        assert engine_cast(y, columns=True) == ("e4m3fn", what, True, False)
+        assert te_cast(y, columns=False) == ("e4m3fn", what, False, True)
+        assert te_cast(y, columns=True) == ("e4m3fn", what, True, False)
 
 
 def test_a_history_shows_whether_its_scale_is_too_large() -> None:
@@ -269,11 +275,11 @@ def mostly_by_powers(recipe: str) -> Any:
         # Gradients of weights, or of inputs, are multiplied in high precision
         ("fp8tensor", {"float8_casts": casts("fp8tensor", counts={"input": 4, "gradient": 4})}, {"products for grad"}),
         ("fp8block", {"float8_casts": casts("fp8block", counts={"weight": 4, "gradient": 4})}, {"products for grad"}),
-        ("fp8tensor", {"engine": 5}, {"forward products of these layers"}),  # one more in high precision
+        ("fp8tensor", {"te": 5}, {"forward products of these layers"}),  # one more in high precision
     ],
 )
 def test_casts_are_those_of_the_recipe(recipe: Float8Recipe, rank: dict[str, Any], wrong: set[str]) -> None:
-    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9, "engine": 4}
+    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9, "te": 4}
     found = broken(recipe, [one | rank, one])
     due = {claim for claim in found if any(claim.startswith(start) for start in wrong)}
     if rank.get("float8_casts") != []:  # of which other claims do not hold either
@@ -282,21 +288,21 @@ def test_casts_are_those_of_the_recipe(recipe: Float8Recipe, rank: dict[str, Any
 
 
 def broken(recipe: str, ranks: list[dict[str, Any]], *, kept: Fraction = Fraction(1), frozen: bool = False) -> set[str]:
-    return {claim for claim, holds, _ in engine_claims(recipe, ranks, kept=kept, frozen=frozen) if not holds}
+    return {claim for claim, holds, _ in te_claims(recipe, ranks, kept=kept, frozen=frozen) if not holds}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_rank_multiplies_in_float8_itself(recipe: Float8Recipe) -> None:
-    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9, "engine": 4}
+    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9, "te": 4}
     assert "forward products of these layers are in float8" in broken(recipe, [one, one | {"float8_casts": []}])
-    assert not broken(recipe, [one | {"engine": 12}], kept=Fraction(1, 3))  # fp8ends, of three layers
-    assert broken(recipe, [one | {"engine": 12}])
+    assert not broken(recipe, [one | {"te": 12}], kept=Fraction(1, 3))  # fp8ends, of three layers
+    assert broken(recipe, [one | {"te": 12}])
     part = casts(recipe, counts={"input": 4, "gradient": 4})
     assert not broken(recipe, [one | {"float8_casts": part}], frozen=True)
 
 
 def test_histories_that_were_not_seen_hold_no_claim() -> None:
-    one = {"float8_casts": casts("fp8delayed"), "float8_scales": "same", "engine": 4}
+    one = {"float8_casts": casts("fp8delayed"), "float8_scales": "same", "te": 4}
     assert broken("fp8delayed", [one]) == {"no magnitude of a history is too large for its scale"}
     assert broken("fp8delayed", [one | {"float8_scales": "", "float8_fullest": 0.9}]) == {"ranks scale alike"}
 
@@ -326,12 +332,12 @@ def test_products_in_float8_are_counted_with_their_errors(monkeypatch: pytest.Mo
             return [results[rest[-1]].float()]
 
     library: Any = SimpleNamespace(generic_gemm=gemm)
-    monkeypatch.setitem(sys.modules, ENGINE, library)
+    monkeypatch.setitem(sys.modules, TRANSFORMER_ENGINE, library)
     for is_gradient in (False, True):
         watch = Watch()
         with watch.step():
             library.generic_gemm(w, True, x, False, *rest, is_gradient)
-        assert (watch.float8, watch.engine) == (1, 1)
+        assert (watch.float8, watch.te) == (1, 1)
         assert watch.float8_error < 1e-6
         assert watch.linear == {"float32": 1}, "what the suite multiplies is not counted"
         assert watch.casts == {(one, "e4m3fn", "tensor", False, True): 1 for one in ("input", "weight")}
@@ -353,13 +359,13 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield session
 
 
-needs_engine = pytest.mark.skipif(
+needs_te = pytest.mark.skipif(
     not (GPUS and is_installed("transformer-engine")), reason="needs TransformerEngine and a GPU"
 )
 
 
 @pytest.mark.exhaustive
-@needs_engine
+@needs_te
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_conform(on_gpus: Session, recipe: str) -> None:
     verdict = on_gpus.run(cell(f"dp2.te.{recipe}")).verdict
@@ -367,7 +373,7 @@ def test_recipes_conform(on_gpus: Session, recipe: str) -> None:
 
 
 @pytest.mark.exhaustive
-@needs_engine
+@needs_te
 @pytest.mark.parametrize("name", NAMES)
 def test_fault_is_caught_at_the_predicted_stage(on_gpus: Session, name: str) -> None:
     verdict = on_gpus.run(cell(catalogue()[name].cells.layouts["megatron"], "fp32", name)).verdict

@@ -13,10 +13,10 @@ from conformance.oracle.float8 import (
     E5M2,
     RECIPES,
     Cast,
-    EngineMagnitudes,
     Format,
     Magnitudes,
     Product,
+    TEMagnitudes,
     WithFloat8Products,
     rounded,
     scale_of,
@@ -141,7 +141,7 @@ def test_blocks_of_128_end_where_the_tensor_does() -> None:
 def test_a_factor_of_gradients_changes_no_power_of_two_and_every_fixed_scale() -> None:
     gradient = drawn(8, 32)
     for name, is_fixed in (("fp8block", False), ("fp8delayed", True)):
-        held = EngineMagnitudes(4, E5M2.largest, once=False)
+        held = TEMagnitudes(4, E5M2.largest, once=False)
         cast, doubled = (Cast(recipe=RECIPES[name], magnitudes={"gradient": held}, factor=f) for f in (1.0, 2.0**-20))
         same = torch.equal(cast(gradient, E5M2, 1, "gradient"), doubled(gradient, E5M2, 1, "gradient"))
         assert same is not is_fixed
@@ -149,7 +149,7 @@ def test_a_factor_of_gradients_changes_no_power_of_two_and_every_fixed_scale() -
 
 def test_transformer_engine_scales_by_1_at_first_and_casts_weights_once_a_step() -> None:
     """A history of zeros changes nothing: here that of weights, as four micro-batches in which nothing is cast do."""
-    of_input, of_weight = (EngineMagnitudes(4, 448.0, once=once) for once in (False, True))
+    of_input, of_weight = (TEMagnitudes(4, 448.0, once=once) for once in (False, True))
     inputs, weights = [], []
     for step, own in enumerate((2.0, 8.0)):
         for batch in range(6):
@@ -166,7 +166,7 @@ def test_transformer_engine_scales_by_1_at_first_and_casts_weights_once_a_step()
 def test_queries_keys_and_values_are_one_matrix_of_groups(recipe: Float8Recipe) -> None:
     """Each key-value head follows its queries, so that blocks of 128 rows hold some of all three."""
     architecture = read_architecture(folder("llama-even"))
-    variant = WithFloat8Products(Float8Products(recipe=recipe, engine=True, data_ranks=2))
+    variant = WithFloat8Products(Float8Products(recipe=recipe, transformer_engine=True, data_ranks=2))
     variant.architecture(architecture)
     names = [f"self_attn.{name}_proj" for name in "qkv"]
     matrices = [drawn(rows, 192).requires_grad_() for rows in (128, 64, 64)]
@@ -198,7 +198,7 @@ def test_rows_of_megatron_are_filled_up_together() -> None:
     """16 is a multiple of neither row's length, and of their sum after 7 more tokens."""
     rows = tuple(Row(i, (document(i, length, 2),)) for i, length in enumerate((17, 24)))
     batch = Batch(step=0, max_len=64, rows=rows)
-    variant = WithFloat8Products(Float8Products(engine=True, multiple=16))
+    variant = WithFloat8Products(Float8Products(transformer_engine=True, multiple=16))
     ((first, last),) = variant.micro_batches([rows], batch)
     assert [first.length, last.length] == [17, 31]
     assert last.documents[-1].tokens == (0,) * 7

@@ -29,7 +29,7 @@ from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.runtime.messages import RankContext
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
-from conformance.worker.evidence import ENGINE, Watch
+from conformance.worker.evidence import TRANSFORMER_ENGINE, Watch
 from conformance.worker.phase import run_phase
 from conformance.worker.phase_spec import PhaseSpec
 from impl.interface.trainable import ContextConfig
@@ -214,12 +214,12 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, again: bool) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.again = again
-        out: torch.Tensor = sys.modules[ENGINE].generic_gemm(weight, True, x, False)[0]
+        out: torch.Tensor = sys.modules[TRANSFORMER_ENGINE].generic_gemm(weight, True, x, False)[0]
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (gradient,), (x, weight), gemm = gradients, ctx.saved_tensors, sys.modules[ENGINE].generic_gemm
+        (gradient,), (x, weight), gemm = gradients, ctx.saved_tensors, sys.modules[TRANSFORMER_ENGINE].generic_gemm
         if ctx.again:
             gemm(weight, True, x, False)
         return gemm(weight, False, gradient, False)[0], gemm(x, False, gradient, True)[0], None
@@ -232,7 +232,7 @@ def test_products_that_torch_does_not_see_are_counted(monkeypatch: pytest.Monkey
             return [(b.T if b_flipped else b) @ (a.T if flipped else a)]
 
     library: Any = SimpleNamespace(generic_gemm=gemm)
-    monkeypatch.setitem(sys.modules, ENGINE, library)
+    monkeypatch.setitem(sys.modules, TRANSFORMER_ENGINE, library)
     x, weight = torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
     watch = Watch()
     with watch.step():
@@ -242,7 +242,7 @@ def test_products_that_torch_does_not_see_are_counted(monkeypatch: pytest.Monkey
     assert library.generic_gemm is gemm
     recomputed = {("float32", "recomputed"): 1} if again else {}
     assert watch.products == {("float32", "forward"): 1, ("float32", "backward"): 2, **recomputed}
-    assert (watch.linear, watch.engine, watch.again) == ({"float32": 1}, 1, int(again))
+    assert (watch.linear, watch.te, watch.again) == ({"float32": 1}, 1, int(again))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -262,7 +262,7 @@ def test_recomputed_products_of_the_library_are_no_backward_ones(frozen: bool) -
 
 
 @pytest.mark.parametrize(
-    ("layout", "engine", "claim"),
+    ("layout", "products", "claim"),
     [
         ("dp2.tp2.te", 24, ""),  # of six micro-batches, each a layer's four and the head's
         ("dp2.tp2.te", 23, "layers are TransformerEngine's"),
@@ -272,9 +272,9 @@ def test_recomputed_products_of_the_library_are_no_backward_ones(frozen: bool) -
     ],
 )
 def test_all_layers_are_transformer_engines_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, engine: int, claim: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, products: int, claim: str
 ) -> None:
-    seen = evidence("exact") | {"linear": [["float64", 30]], "engine": engine}
+    seen = evidence("exact") | {"linear": [["float64", 30]], "te": products}
     seen["products"] = [["float64", "forward", 30], ["float64", "backward", 60]]
     monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
     verdict = verdict_of(tmp_path, unchanged, layout=layout)
@@ -285,17 +285,17 @@ def test_all_layers_are_transformer_engines_or_none(
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     gpus = shares_of(gpus_of_host()[:2], 1 if GPUS > 1 else 2)
     config = SessionConfig(
-        out=tmp_path_factory.mktemp("engine"), device="cuda", gpus=gpus, ranks_per_gpu=1 if GPUS > 1 else 2
+        out=tmp_path_factory.mktemp("te"), device="cuda", gpus=gpus, ranks_per_gpu=1 if GPUS > 1 else 2
     )
     with Session(config) as session:
         yield session
 
 
-needs_engine = pytest.mark.skipif(not (INSTALLED and GPUS), reason="needs TransformerEngine and a GPU")
+needs_te = pytest.mark.skipif(not (INSTALLED and GPUS), reason="needs TransformerEngine and a GPU")
 
 
 @pytest.mark.exhaustive
-@needs_engine
+@needs_te
 @pytest.mark.parametrize("layout", ["dp2.te", "tp2.te", "pp2.te", "tp2.seqpar.ckpt.te", "dp2.zero1.te"])
 @pytest.mark.parametrize("model", ["pangu", "llama", "qwen3"])
 def test_transformer_engine_conforms_in_bf16(on_gpus: Session, model: str, layout: str) -> None:
@@ -304,7 +304,7 @@ def test_transformer_engine_conforms_in_bf16(on_gpus: Session, model: str, layou
 
 
 @pytest.mark.exhaustive
-@needs_engine
+@needs_te
 def test_missing_transformer_engine_differs_at_configuration(on_gpus: Session) -> None:
     liar = BackendEntry(name="liar", target="layout_liars:MegatronDropsItsOptions")
     verdict = on_gpus.run(make_cell("sft-packed", "llama", "dp2.te", "bf16", backend=liar)).verdict
