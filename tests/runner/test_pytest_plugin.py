@@ -3,6 +3,7 @@
 Runs pytest as users do, in an empty folder; in a process of its own where workers, crashes or imports matter.
 """
 
+import importlib
 import json
 import os
 import re
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.tensor  # noqa: F401 - torch allows no second import after pytester forgets one
 
 from conformance.cli import main as cli
 from conformance.core.host import FIXTURES
@@ -118,6 +118,13 @@ def run_pytest(folder: Path, *arguments: str) -> Run:
     environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return Run(code=done.returncode, text=done.stdout + done.stderr, out=_out(folder))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_before() -> None:
+    """Imports what torch registers once in a process: pytester forgets what its runs were the first to import."""
+    for name in ("torch._dynamo", "torch.distributed.tensor"):
+        importlib.import_module(name)
 
 
 def run_pytest_here(pytester: pytest.Pytester, *arguments: str) -> Run:

@@ -3,6 +3,7 @@
 Whatever happens to a host process, the task ends with a reason that names it, and no rank is left.
 """
 
+import contextlib
 import re
 import signal
 import socket
@@ -44,14 +45,19 @@ ANOTHER_HOST = (
 )
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    folder = tmp_path_factory.mktemp("two")
+@contextlib.contextmanager
+def two_hosts(folder: Path) -> Iterator[Two]:
     with fleet(folder, slots=2, codes=("pass", ANOTHER_HOST)) as (made, processes):
         made.wait(limit_s=START_S)
         assert made.problem() == ""
         with Pool(work_dir=folder, slots=Slots(made)) as pool:
             yield Two(fleet=made, pool=pool, processes={process.pid: process for process in processes})
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    with two_hosts(tmp_path_factory.mktemp("two")) as two:
+        yield two
 
 
 @pytest.fixture
@@ -125,16 +131,18 @@ def test_more_ranks_than_the_hosts_offer_are_refused(run: Runner) -> None:
     assert run("nothing", size=5).reason == "5 ranks, and there are 4 slots of hosts"
 
 
-def test_a_host_process_that_is_killed_is_named_and_its_ranks_end(run: Runner, two: Two) -> None:
-    """Those of the other host too. It is the last test of these two."""
-    found = results(run("pids", size=3))
-    outcome = run("kill_host_process", size=3, rank=2)
-    killed = re.match(r"host \S+ \(process (\d+)\) was lost: ", outcome.reason)
-    assert killed, outcome.reason
-    assert two.processes[int(killed[1])].wait(timeout=10) == -signal.SIGKILL
-    assert all(is_dead_soon(result["rank"]) for result in found)
-    again = run("nothing", size=3).reason
-    assert re.match(rf"1 of 2 hosts are left \(.*\); host \S+ \(process {killed[1]}\) was lost: ", again), again
+def test_a_host_process_that_is_killed_is_named_and_its_ranks_end(tmp_path: Path) -> None:
+    """Those of the other host too."""
+    with two_hosts(tmp_path) as own:
+        run = Runner(own.pool, tmp_path)
+        found = results(run("pids", size=3))
+        outcome = run("kill_host_process", size=3, rank=2)
+        killed = re.match(r"host \S+ \(process (\d+)\) was lost: ", outcome.reason)
+        assert killed, outcome.reason
+        assert own.processes[int(killed[1])].wait(timeout=10) == -signal.SIGKILL
+        assert all(is_dead_soon(result["rank"]) for result in found)
+        again = run("nothing", size=3).reason
+        assert re.match(rf"1 of 2 hosts are left \(.*\); host \S+ \(process {killed[1]}\) was lost: ", again), again
 
 
 GPU_HOST = "import conformance.runtime.multihost.host as host; host.gpus_of_host = lambda: ('GPU-a',)"
@@ -201,6 +209,7 @@ def test_when_the_connection_ends_no_rank_is_left(tmp_path: Path) -> None:
         wire.send(closing("torchrun's store is gone"))
         ended(process, 3, "the controller is gone: torchrun's store is gone")
         assert is_dead_soon(pid)
+        assert is_true_soon(lambda: not made.joined)  # until then a task starts, and is told that it lost its host
         assert Runner(pool, tmp_path)("nothing", size=1).reason.startswith("0 of 1 hosts are left (none); host ")
         made.terminate()
         assert is_true_soon(lambda: made.problem() == "the connection to the hosts has ended")
