@@ -98,7 +98,9 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
         batches = read_batches(phase.batches)[phase.first_step : phase.first_step + phase.steps]
         candidates = evidence_steps(batches)
         other = None if phase.draw is None else phase.draw + 2
-        watched, unread = Drawn(len(candidates) - 1, seed=other), Drawn(len(batches) - 1, seed=phase.draw)
+        # What is traced is compared with the oracle and gives no verdict, so all of it is read.
+        hidden = 0 if phase.trace else len(batches) - 1
+        watched, unread = Drawn(len(candidates) - 1, seed=other), Drawn(hidden, seed=phase.draw)
         for batch in batches:
             rank.beat(f"step {batch.step}")
             with contextlib.ExitStack() as captured:

@@ -129,6 +129,13 @@ LAYOUTS = {
 }
 
 
+def test_all_gradients_of_a_later_step_are_compared(session: Session) -> None:
+    """In a run that is judged, those of a step that ranks draw are not read."""
+    found = bisect_step(session, cell_of("fsdp2", "sft-sgd", "llama", "dp2", "exact", steps=2), 1).found
+    assert found.is_right, found
+    assert found.gradients == 21
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", FAMILIES)
 @pytest.mark.parametrize(("backend", "layout"), [(backend, one) for backend in LAYOUTS for one in LAYOUTS[backend]])
