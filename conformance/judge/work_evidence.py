@@ -32,7 +32,7 @@ from conformance.spec.scenario import Scenario
 
 # Of the sum of magnitudes: a result in bf16 is 2^-9 off, and Hopper adds up with 2^-13 unless it is told not to.
 FLOAT8_ERROR = 2.0**-7
-FULL = 1 + 2.0**-20  # scales and magnitudes are float32 numbers
+SCALE_ERROR = 2.0**-20  # scales and magnitudes are float32 numbers
 # Weights that only some tokens or rows need, which a later micro-batch may not have.
 _SOMETIMES = re.compile(r"\.experts\.|visual|vision|projector|audio")
 SAME = 1e-9  # of sums of the same numbers in float64, in any order
@@ -91,34 +91,48 @@ def _te_casts(recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction
     shown = ", ".join(sorted({" ".join(cast) for found in observed for cast in found ^ due}))
     holds = all(found == due for found in observed)
     yield "operands are cast as the recipe says", holds, f"missing or not in the recipe: {shown or 'none'}"
-    operands = [{one: sum(cast[5] for cast in casts if cast[0] == one) for one in OPERANDS} for casts in of_ranks]
+    operands = [{one: sum(cast[-1] for cast in casts if cast[0] == one) for one in OPERANDS} for casts in of_ranks]
     forward = [Fraction(n["input"] + n["weight"] - n["gradient"], 2) for n in operands]
     wanted = [kept * rank.get("te", 0) for rank in ranks]
     where = f"requested {[*map(float, wanted)]} by rank, observed {[*map(float, forward)]}"
     yield "forward products of these layers are in float8", forward == wanted, where
     alike = frozen or all(len({*counts.values()}) == 1 for counts in operands)
     yield "products for gradients are in float8 as well", alike, f"observed operands by rank {operands}"
+    other = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[5])
+    yield "backward products multiply by the numbers of forward ones", other == 0, f"observed {other} other operands"
     if recipe == "fp8delayed":
-        digests = {rank.get("float8_scales", "") for rank in ranks}
-        yield "ranks scale alike", len(digests) == 1 and "" not in digests, f"observed scales of {len(digests)} kinds"
-        fullest = max(number(rank.get("float8_fullest", math.inf)) for rank in ranks)
-        where = f"observed {fullest:.4g} of the end of the format"
-        yield "no magnitude of a history is too large for its scale", fullest <= FULL, where
-        return
-    by_power = recipe == "fp8block"
-    powers = [{one: _of_powers(casts, one) for one in OPERANDS} for casts in of_ranks]
-    # A tensor of zeros has scale 1.
-    holds = all(share == 1 if by_power else share < LEAST for shares in powers for share in shares.values())
-    claim = f"scales are {'' if by_power else 'not '}rounded to powers of two"
-    yield claim, holds, f"observed shares of powers of two by rank {powers}"
-    own = sum(cast[5] for casts in of_ranks for cast in casts if not cast[4])
-    yield "scales are those of the operands themselves", own == 0, f"observed {own} operands with other scales"
+        yield from _delayed_scales(ranks)
+    else:
+        by_power = recipe == "fp8block"
+        powers = [{one: _of_powers(casts, one) for one in OPERANDS} for casts in of_ranks]
+        # A tensor of zeros has scale 1.
+        holds = all(share == 1 if by_power else share < LEAST for shares in powers for share in shares.values())
+        claim = f"scales are {'' if by_power else 'not '}rounded to powers of two"
+        yield claim, holds, f"observed shares of powers of two by rank {powers}"
+    own = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[4])
+    whose = "that updates gave" if recipe == "fp8delayed" else "of the operands themselves"
+    yield f"scales are those {whose}", own == 0, f"observed {own} operands with other scales"
+
+
+def _delayed_scales(ranks: Sequence[Mapping[str, Any]]) -> Claims:
+    """Yields the claims about the histories of delayed scaling, from which each scale follows."""
+    digests = {rank.get("float8_scales", "") for rank in ranks}
+    yield "ranks scale alike", len(digests) == 1 and "" not in digests, f"observed scales of {len(digests)} kinds"
+    ratios = [number(ratio) for rank in ranks for ratio in rank.get("float8_scale_ratios") or (math.nan,)]
+    where = f"observed {min(ratios):.4g} to {max(ratios):.4g} of what histories prescribe"
+    yield "scales follow from the histories", all(abs(ratio - 1) <= SCALE_ERROR for ratio in ratios), where
+    amaxes = [rank.get("float8_amaxes", ()) for rank in ranks]
+    pairs = [[*zip(*of_one, strict=True)] for of_one in zip(*amaxes, strict=False)]  # what each rank has, and all have
+    wrong = sum({max(map(number, own))} != {*map(number, of_all)} for own, of_all in pairs)
+    holds = len({*map(len, amaxes)}) == 1 and bool(pairs) and not wrong
+    where = f"observed {wrong} of {len(pairs)} that are not the largest of the ranks'"
+    yield "histories hold the largest magnitudes of all ranks", holds, where
 
 
 def _of_powers(casts: Sequence[Any], operand: str) -> float:
     """Returns the share of an operand's casts whose scales are all powers of two; NaN without any."""
-    of_operand = sum(cast[5] for cast in casts if cast[0] == operand)
-    return sum(cast[5] for cast in casts if cast[0] == operand and cast[3]) / of_operand if of_operand else math.nan
+    of_operand = sum(cast[-1] for cast in casts if cast[0] == operand)
+    return sum(cast[-1] for cast in casts if cast[0] == operand and cast[3]) / of_operand if of_operand else math.nan
 
 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:

@@ -131,14 +131,16 @@ class _Evidence:
     while the suite read weights. float8: number of products of operands in float8 that a kernel made. float8_error:
     their largest distance from the products of the operands, in parts of the magnitudes. float8_casts: of operands of
     TransformerEngine's products the operand (input, weight or gradient), its format, what has a scale (tensor, rows or
-    squares of 128), whether scales are powers of two, whether they are those of the operand, and the number of casts.
-    float8_scales: SHA-256 of their scales, in order. float8_fullest: the largest magnitude in a history times its
-    scale, in parts of the format's end. embedded: where ranks have other tokens, for each lookup of tokens the rows of
-    the embedding on this rank, and the tokens of each row. entered: for each of these lookups, for each token the
-    number of the group of equal rows of what the layers multiply first; empty if it is not known. gathered: where ranks
-    have other tokens, ranks of the group, shape of the input, elements and number of all-gathers in the forward pass.
-    documents: where ranks have other tokens, on the first rank, the tokens of each document of each row of the first
-    micro-batch of each data-parallel rank.
+    squares of 128), whether scales are powers of two, whether they are those of the operand (with delayed scaling: of
+    the histories), whether what a backward product multiplies again has the numbers of the forward product, and the
+    number of casts. float8_scales: SHA-256 of their scales, in order. float8_scale_ratios: the least and the largest
+    scale that an update gave, in parts of the one that follows from its history. float8_amaxes: of the first 512
+    operands that updates scale the largest magnitude on this rank, and that of all ranks. embedded: where ranks have
+    other tokens, for each lookup of tokens the rows of the embedding on this rank, and the tokens of each row. entered:
+    for each of these lookups, for each token the number of the group of equal rows of what the layers multiply first;
+    empty if it is not known. gathered: where ranks have other tokens, ranks of the group, shape of the input, elements
+    and number of all-gathers in the forward pass. documents: where ranks have other tokens, on the first rank, the
+    tokens of each document of each row of the first micro-batch of each data-parallel rank.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
@@ -159,9 +161,10 @@ class _Evidence:
     changed_by_reading: Count = 0
     float8: Count = 0
     float8_error: Annotated[float, Field(ge=0)] = math.inf
-    float8_casts: tuple[tuple[str, str, str, bool, bool, Count], ...] = ()
+    float8_casts: tuple[tuple[str, str, str, bool, bool, bool, Count], ...] = ()
     float8_scales: str = ""
-    float8_fullest: Annotated[float, Field(ge=0)] = math.inf
+    float8_scale_ratios: tuple[float, ...] = ()
+    float8_amaxes: tuple[tuple[float, float], ...] = ()
     embedded: tuple[tuple[Count, tuple[tuple[Count, ...], ...]], ...] = ()
     entered: tuple[tuple[Count, ...], ...] = ()
     gathered: tuple[tuple[tuple[Count, ...], tuple[Count, ...], Count, Count], ...] = ()

@@ -35,14 +35,15 @@ from conformance.worker.operators import (
     LINEAR,
     OPERATORS,
     Collective,
+    DelayedScales,
     Operator,
     collective_of,
     dtype_name,
-    fullest_history,
     in_compiled_code,
     operator_of,
     product_error,
     te_cast,
+    te_numbers,
     te_product_error,
     tensors_in,
 )
@@ -132,8 +133,9 @@ class Watch(InPlaceOfLifting):
     boundaries: number of calls of the methods in BY_CALLER.
     float8: number of products that a kernel made of operands in float8. float8_error: their largest distance from the
         product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
-    casts: number of operands of TransformerEngine's products, by operand and what te_cast returns. fullest: see
-        fullest_history, at the end.
+    casts: number of operands of TransformerEngine's products, by operand, what te_cast returns (with delayed scaling
+        whether the scale is one that updates gave), and whether a forward product had the same numbers.
+    delayed: see DelayedScales.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
         lists of each row. Lookups in other matrices, as of the tokens of an expert, are none.
     entered: for each of these lookups, what the first product of as many tokens got that followed it: for each token
@@ -174,8 +176,9 @@ class Watch(InPlaceOfLifting):
         self._operands: list[tuple[tuple[int, int], Tensor]] = []  # dimensions and elements, and sum and norm (2)
         self.boundaries = 0
         self.float8, self.float8_error = 0, 0.0
-        self.fullest: float | None = None
-        self.casts: Counter[tuple[str, str, str, bool, bool]] = Counter()
+        self.delayed: DelayedScales | None = None
+        self.casts: Counter[tuple[str, str, str, bool, bool, bool]] = Counter()
+        self._forward_numbers: set[bytes] = set()  # digests of what TransformerEngine multiplied in forward passes
         self._scales = hashlib.sha256()
         self.drawn: Counter[tuple[str, str, str]] = Counter()
         self._masks: dict[int, str] = {}  # digests of masks that no operator has applied yet, by storage
@@ -200,14 +203,15 @@ class Watch(InPlaceOfLifting):
             if library is not None:
                 counted = partial(self._te_product, library.generic_gemm)
                 all_.enter_context(mock.patch.object(library, "generic_gemm", counted))
+            if (histories := sys.modules.get(HISTORIES)) is not None:
+                self.delayed = DelayedScales(manager := histories.FP8GlobalStateManager)
+                noted = partial(self._scales_updated, manager.reduce_and_update_fp8_tensors)
+                all_.enter_context(mock.patch.object(manager, "reduce_and_update_fp8_tensors", noted))
             for module, kind in FUNCTIONS:
                 if (function := getattr(sys.modules.get(module), kind, None)) is not None:
                     all_.enter_context(mock.patch.object(function, "apply", partial(self._of_function, function.apply)))
             all_.enter_context(self)
             yield
-            if (histories := sys.modules.get(HISTORIES)) is not None:
-                with self.reading():
-                    self.fullest = fullest_history(histories.FP8GlobalStateManager)
 
     def _counted(self, own: Any) -> Any:
         """Wraps a method in BY_CALLER."""
@@ -254,12 +258,37 @@ class Watch(InPlaceOfLifting):
         return found
 
     def _te_casts(self, a: Any, flipped: bool, b: Any, b_flipped: bool) -> None:
-        """Notes how operands are cast: a weight and an input, a weight and a gradient, or an input and a gradient."""
+        """Notes how operands are cast: a weight and an input, a weight and a gradient, or an input and a gradient.
+
+        With one scale for a tensor, or for squares of it, the backward pass multiplies by a transposed copy of what the
+        forward pass multiplied by.
+        """
         first, second = ("input" if b_flipped else "weight"), ("input" if flipped else "gradient")
         for operand, x, columns in ((first, a, not flipped), (second, b, b_flipped)):
-            self.casts[(operand, *te_cast(x, columns=columns))] += 1
+            format, kind, powers, own = te_cast(x, columns=columns)
+            is_kept = operand == "weight" or columns  # from an earlier product
+            if self.delayed is not None and self.delayed.is_used:
+                direction = "backward" if operand == "gradient" else "forward"
+                own = self.delayed.gave(x._scale_inv, direction, before=is_kept)
+            digest = hashlib.sha256(te_numbers(x, columns=columns)).digest()
+            if flipped:
+                self._forward_numbers.add(digest)
+            same = operand == "gradient" or kind == "rows" or digest in self._forward_numbers
+            self.casts[operand, format, kind, powers, own, same] += 1
             if hasattr(x, "_scale_inv"):
                 self._scales.update(repr(float(x._scale_inv)).encode())
+
+    def _scales_updated(self, own: Any, forward: bool = True) -> None:
+        """Wraps TransformerEngine's update of histories and scales, which reduces magnitudes over ranks."""
+        direction = "forward" if forward else "backward"
+        if self.delayed is None or not self.delayed.is_used:
+            own(forward)
+            return
+        with self.reading():
+            self.delayed.begin_update(direction)
+        own(forward)
+        with self.reading():
+            self.delayed.end_update(direction)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -473,7 +502,8 @@ class Watch(InPlaceOfLifting):
             "float8_error": self.float8_error,
             "float8_casts": [[*cast, count] for cast, count in sorted(self.casts.items())],
             "float8_scales": self._scales.hexdigest() if self.casts else "",
-            **({} if self.fullest is None else {"float8_fullest": self.fullest}),
+            **({"float8_scale_ratios": self.delayed.ratios} if self.delayed and self.delayed.ratios else {}),
+            **({"float8_amaxes": self.delayed.amaxes} if self.delayed and self.delayed.amaxes else {}),
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],

@@ -41,6 +41,8 @@ _LOOKUPS = ("embedding", "index")  # operators by which libraries look up the ro
 _READ_WEIGHTS = ("mm", "addmm", "mul", "add")  # beside norms: operators that read a whole matrix or vector of a model
 _BLOCK = 128  # numbers of a block that TransformerEngine gives a scale
 _PART = 256  # rows and columns of a product in float8 that are multiplied again
+SCALE_ERROR = 2.0**-20  # scales, their inverses and magnitudes are float32 numbers
+AMAXES_KEPT = 512
 _OVERWRITE = ("zero_", "fill_")  # operators that read none of their tensor's numbers, as where gradients are cleared
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 
@@ -214,16 +216,64 @@ def _padded(x: Tensor, dim: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, rest) if dim == 1 else (0, 0, 0, rest))
 
 
-def fullest_history(manager: Any) -> float | None:
-    """Returns the largest magnitude in TransformerEngine's histories times its scale, in parts of the end of its
-    format. More than 1 would saturate; None without histories. ``manager``: its FP8GlobalStateManager, which holds them
-    in ``quantization_state`` from release 2.15 on."""
-    buffers, found = getattr(manager, "quantization_state", manager), list[float]()
-    for key, histories in buffers.global_amax_history_buffer.items():
-        end = torch.finfo(torch.float8_e4m3fn if key.startswith("forward") else torch.float8_e5m2).max
-        scales = buffers.global_scale_buffer[key]
-        found += [float((h.amax(0) * scale).max()) / end for h, scale in zip(histories, scales, strict=True)]
-    return max(found, default=None)
+def te_numbers(x: Any, *, columns: bool) -> bytes:
+    """Returns the first numbers of what TransformerEngine multiplies, as they lie in the matrix, of either copy."""
+    data, _ = _te_copy(x, columns=columns)
+    corner = (data.T if columns else data)[:_PART, :_PART]
+    return bytes(corner.contiguous().view(torch.uint8).cpu().numpy())
+
+
+class DelayedScales:
+    """Watches the scales and histories of TransformerEngine's delayed scaling in one step.
+
+    ``manager``: its FP8GlobalStateManager, which holds them in ``quantization_state`` from release 2.15 on: for each
+    direction ("forward", "backward") and layer a history (micro-batches, operands), whose first row the casts of this
+    rank fill, and the operands' scales. An update reduces this row over ranks, and keeps it as the last one.
+
+    ratios: the least and the largest scale after an update, in parts of the one that follows from the history.
+    amaxes: the largest magnitude on this rank, and that of all ranks, of the first operands that an update scales.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._before: dict[str, list[Tensor]] = {"forward": [], "backward": []}  # scales before each update
+        self.ratios: list[float] = []
+        self.amaxes: list[tuple[float, float]] = []
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._buffers.global_scale_buffer)
+
+    @property
+    def _buffers(self) -> Any:
+        return getattr(self._manager, "quantization_state", self._manager)
+
+    def _now(self, direction: str) -> tuple[Tensor, Tensor]:
+        """Returns histories and scales of all layers, of as many micro-batches (L, N) and (N)."""
+        keys = [key for key in self._buffers.global_scale_buffer if key.startswith(direction)]
+        histories = [one for key in keys for one in self._buffers.global_amax_history_buffer[key]]
+        scales = [one for key in keys for one in self._buffers.global_scale_buffer[key]]
+        return torch.cat(histories, 1).double(), torch.cat(scales).double()
+
+    def gave(self, inverse: Tensor, direction: str, *, before: bool) -> bool:
+        """Tells whether 1 / ``inverse`` is the scale of some operand now, or, with ``before``, earlier in this step."""
+        scales = torch.cat([self._now(direction)[1], *(self._before[direction] if before else ())])
+        return bool(((inverse.double() * scales - 1).abs() < SCALE_ERROR).any())
+
+    def begin_update(self, direction: str) -> None:
+        self._history, scales = self._now(direction)
+        self._before[direction].append(scales)
+
+    def end_update(self, direction: str) -> None:
+        history, scales = self._history, self._before[direction][-1]
+        after, new = self._now(direction)
+        of_ranks = after[-1]
+        largest = torch.cat([history[1:], of_ranks[None]]).amax(0)
+        end = torch.finfo(torch.float8_e4m3fn if direction == "forward" else torch.float8_e5m2).max
+        ratios = new / torch.where(largest > 0, end / largest, scales)
+        self.ratios = [min([*self.ratios[:1], float(ratios.min())]), max([*self.ratios[1:], float(ratios.max())])]
+        pairs = zip(history[0].tolist(), of_ranks.tolist(), strict=True)
+        self.amaxes += [*pairs][: AMAXES_KEPT - len(self.amaxes)]
 
 
 def in_compiled_code() -> bool:

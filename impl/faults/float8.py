@@ -5,6 +5,7 @@ impl.fsdp2.float8 that choose a recipe and its layers. In Megatron they are func
 TransformerEngine what to do.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -264,8 +265,8 @@ def block_scales_transposed(cast_blocks: Function, *arguments: Any) -> Any:
 # In TransformerEngine's layers, which Megatron gives a recipe.
 
 
-def _te_cells(options: str) -> FaultCells:
-    return sft("sft-packed", "llama-even", megatron=f"dp2.te.{options}", only=FLOAT32)
+def _te_cells(options: str, model: str = "llama-even") -> FaultCells:
+    return sft("sft-packed", model, megatron=f"dp2.te.{options}", only=FLOAT32)
 
 
 @FLOAT8_FAULTS.add(
@@ -375,3 +376,74 @@ def te_weights_of_first_step(weights_are_new: Function, model: Any) -> None:
     if not hasattr(model, "has_cast"):
         weights_are_new(model)
         model.has_cast = True
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales are half of those that histories prescribe, so that the format's last binade is empty",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/427, which decides how a margin and rounding make scales smaller",
+    stage="configuration",
+    cells=_te_cells("fp8delayed"),
+    needs="te and fp8delayed",
+)
+def te_scales_with_a_margin(te_recipe: Function, config: Any) -> Any:
+    recipe = te_recipe(config)
+    recipe.margin = 1
+    return recipe
+
+
+@FLOAT8_FAULTS.add(
+    summary="weights are cast anew after an update, but their transposed copy is that of the first step",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/1596",
+    stage="configuration",
+    cells=_te_cells("fp8tensor"),
+    needs="te, fp8tensor and two steps",
+)
+def te_stale_transposed_weights(cached_weight: Function, module: Any, *arguments: Any, **options: Any) -> Any:
+    found = cached_weight(module, *arguments, **options)
+    if found._transpose is not None:
+        first = _kept(module, "transposed", found._transpose.clone(), first=True)
+        found._transpose.copy_(first)
+    return found
+
+
+@FLOAT8_FAULTS.add(
+    summary="gradients of the weights of o_proj and down_proj are multiplied in high precision",
+    source="https://github.com/pytorch/ao/pull/3508, which adds the option",
+    stage="configuration",
+    cells=_te_cells("fp8tensor"),
+    needs="te and fp8tensor",
+)
+def te_weight_gradients_in_high_precision(te_product: Function, a: Any, b: Any, **options: Any) -> Any:
+    if options.get("layout") == "NT":  # of an input and a gradient
+        a, b = _in_float32(a), _in_float32(b)
+    return te_product(a, b, **options)
+
+
+def _in_float32(x: Any) -> Tensor:
+    """Returns the numbers of a tensor that TransformerEngine has cast, and may keep as a transposed copy only."""
+    dtype = torch.float8_e5m2 if "E5M2" in str(x._fp8_dtype) else torch.float8_e4m3fn
+    data = x._data if x._data is not None else x._transpose.reshape(len(x._transpose), -1).T.contiguous()
+    found: Tensor = data.reshape(-1, data.shape[-1]).view(dtype).float() * x._scale_inv
+    return found
+
+
+@FLOAT8_FAULTS.add(
+    summary="the second layer multiplies in the precision of the cell",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/2, after which float8 is on again behind layers without it",
+    stage="configuration",
+    cells=_te_cells("fp8tensor", "llama-even-deep"),
+    needs="te, float8 of current tensors or blocks, and two layers",
+)
+def te_layer_not_cast(float8_context: Function, config: Any, layer: int = -1, **options: Any) -> Any:
+    return nullcontext() if layer == 1 else float8_context(config, layer, **options)
+
+
+@FLOAT8_FAULTS.add(
+    summary="the last layer multiplies in float8 too, though it should be left out",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/1731, which comes with first_last_layers_bf16",
+    stage="configuration",
+    cells=_te_cells("fp8block.fp8ends", "llama-even-deep"),
+    needs="te, fp8ends and three layers",
+)
+def te_last_layer_in_float8(is_left_out: Function, config: Any, layer: int) -> bool:
+    return bool(is_left_out(config, layer)) and layer != config.num_layers - 1

@@ -353,6 +353,10 @@ class MegatronBackend(ReferenceBackend):
         "restore_generators": "megatron.core.tensor_parallel.random:_set_all_rng_states",
         "own_generator": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         "te_recipe": "megatron.core.fp8_utils:get_fp8_recipe",
+        "float8_context": "megatron.core.transformer.transformer_block:get_fp8_context",
+        "is_left_out": "megatron.core.fp8_utils:is_first_last_bf16_layer",
+        "cached_weight": f"{TRANSFORMER_ENGINE}.module.base:TransformerEngineBaseModule.get_weight_workspace",
+        "te_product": f"{TRANSFORMER_ENGINE}.module.linear:general_gemm",
         "weights_are_new": "megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }

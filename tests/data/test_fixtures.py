@@ -29,6 +29,7 @@ FURTHER = [
 ]
 TINY = ["pangu", "llama", "qwen3", "gemma3", *FURTHER]
 ODD = [f"{name}-odd" for name in [*TINY] if name not in ("llama", "qwen2")]  # one for each model_type
+EVEN = ["llama-even", "llama-even-deep"]
 TIED = {"qwen3", "gemma3", "qwen2", "qwen2-yarn", "llama3", "gemma2", "qwen3-moe", "qwen2-moe", "deepseek-v3"}
 
 
@@ -64,11 +65,8 @@ def test_weights_are_made_again_bit_for_bit(remade: Path, name: str) -> None:
         "data/labelled_steps.jsonl",
         "data/documents.jsonl",
         "models/llama/tokenizer.json",
-        *(
-            f"models/{n}/config.json"
-            for n in [*TINY, *ODD, "llama-even", "llama-3-8b", "openpangu-embedded-7b", "qwen3-8b"]
-        ),
-        *(f"models/{name}/random_weights.toml" for name in ["openpangu-embedded-7b", "llama-even", *ODD]),
+        *(f"models/{n}/config.json" for n in [*TINY, *ODD, *EVEN, "llama-3-8b", "openpangu-embedded-7b", "qwen3-8b"]),
+        *(f"models/{name}/random_weights.toml" for name in ["openpangu-embedded-7b", *EVEN, *ODD]),
     ],
 )
 def test_text_files_are_made_again_byte_for_byte(remade: Path, file: str) -> None:

@@ -3,6 +3,7 @@
 TransformerEngine needs a GPU, so cells run on GPU machines only, at the end of this file.
 """
 
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from conformance.spec.layout import Float8Recipe, Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
 from conformance.worker.evidence import HISTORIES, TRANSFORMER_ENGINE, Watch
-from conformance.worker.operators import fullest_history, te_cast, te_product_error
+from conformance.worker.operators import DelayedScales, te_cast, te_product_error
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.megatron.float8 import RECIPES, float8_refused
 from impl.megatron.model_config import read_shape, stages
@@ -41,9 +42,15 @@ GPUS = torch.cuda.device_count()
 NAMES = [fault.name for fault in FLOAT8_FAULTS if "megatron" in fault.cells.layouts]
 
 
-def cell(layout: str, precision: PrecisionName = "fp32", *faults: str, scenario: str = "sft-packed") -> Cell:
+def cell(
+    layout: str,
+    precision: PrecisionName = "fp32",
+    *faults: str,
+    scenario: str = "sft-packed",
+    model: str = "llama-even",
+) -> Cell:
     file = FIXTURES / "scenarios" / f"{scenario}.toml"
-    found = load_scenario(file, model=with_skeleton("models/llama-even"), precision=precision)
+    found = load_scenario(file, model=with_skeleton(f"models/{model}"), precision=precision)
     return Cell.single(
         scenario=replace(found, steps=2), backend=BACKENDS["megatron"], layout=Layout.parse(layout), faults=faults
     )
@@ -219,16 +226,99 @@ def test_a_cast_is_told_by_its_format_scales_and_largest_number() -> None:
         assert te_cast(y, columns=True) == ("e4m3fn", what, True, False)
 
 
-def test_a_history_shows_whether_its_scale_is_too_large() -> None:
-    """Of two operands of the forward pass and one of the backward pass, in histories of two."""
-    histories = {"forward_x": [torch.tensor([[0.0, 0.0], [448.0, 7.0]])], "backward_x": [torch.tensor([[0.0], [1.0]])]}
-    scales = {"forward_x": [torch.tensor([1.0, 32.0])], "backward_x": [torch.tensor([57344.0])]}
-    buffers = SimpleNamespace(global_amax_history_buffer=histories, global_scale_buffer=scales)
-    assert fullest_history(buffers) == 1.0
-    scales["backward_x"][0] *= 1.5
-    assert fullest_history(buffers) == 1.5
-    assert fullest_history(SimpleNamespace(quantization_state=buffers)) == 1.5  # as from release 2.15 on
-    assert fullest_history(SimpleNamespace(global_amax_history_buffer={}, global_scale_buffer={})) is None
+class Delayed:
+    """Delayed scaling as in TransformerEngine's FP8GlobalStateManager, of an input and a weight, and a gradient."""
+
+    def __init__(self, *, of_ranks: float = 0.0) -> None:
+        """``of_ranks``: the magnitude on other ranks."""
+        self.histories, self.scales = (
+            {"forward_x": torch.zeros(4, 2), "backward_x": torch.zeros(4, 1)},
+            {
+                "forward_x": torch.ones(2),
+                "backward_x": torch.ones(1),
+            },
+        )
+        self.global_amax_history_buffer = {key: [one] for key, one in self.histories.items()}
+        self.global_scale_buffer = {key: [one] for key, one in self.scales.items()}
+        self._of_ranks = of_ranks
+
+    def cast(self, *magnitudes: float) -> None:
+        """Casts an input, a weight and a gradient of these largest magnitudes."""
+        for key, own in zip(self.histories, (magnitudes[:2], magnitudes[2:]), strict=True):
+            self.histories[key][0] = torch.tensor(own)
+
+    def update(self, forward: bool = True) -> None:
+        key, end = ("forward_x", 448.0) if forward else ("backward_x", 57344.0)
+        history = self.histories[key]
+        history[0] = history[0].clamp(min=self._of_ranks)
+        largest = history.amax(0)
+        self.scales[key].copy_(torch.where(largest > 0, end / largest, self.scales[key]))
+        history.copy_(history.roll(-1, 0))
+        history[0] = 0
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1.01])
+def test_scales_are_compared_with_their_histories(factor: float) -> None:
+    library = Delayed(of_ranks=2.0)
+
+    watched = DelayedScales(library)
+    for own in ((3.0, 1.0, 9.0), (1.0, 0.0, 8.0), *[(1.0, 1.0, 1.0)] * 4):  # the largest leave the histories
+        library.cast(*own)
+        for direction in ("forward", "backward"):
+            watched.begin_update(direction)
+            library.update(forward=direction == "forward")
+            library.scales["forward_x"][1] *= factor if direction == "forward" else 1
+            watched.end_update(direction)
+    assert watched.ratios == pytest.approx([min(1, factor), max(1, factor)], rel=2.0**-22)
+    assert watched.amaxes[:6] == [(3, 3), (1, 2), (9, 9), (1, 2), (0, 2), (8, 8)]
+    assert DelayedScales(SimpleNamespace(quantization_state=library)).is_used  # as from release 2.15 on
+    assert not DelayedScales(SimpleNamespace(global_scale_buffer={})).is_used
+
+
+def test_updates_of_scales_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Delayed()
+
+    class Manager:
+        quantization_state = library
+
+        @classmethod
+        def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+            library.update(forward)
+
+    monkeypatch.setitem(sys.modules, HISTORIES, SimpleNamespace(FP8GlobalStateManager=Manager))
+    (x, *_), (w, *_) = (with_one_scale(drawn(*sizes), keeps="both") for sizes in ((48, 64), (80, 64)))
+    monkeypatch.setitem(sys.modules, TRANSFORMER_ENGINE, SimpleNamespace(generic_gemm=lambda *_: [torch.zeros(48, 80)]))
+    watch = Watch()
+    with watch.step():
+        library.cast(3.0, 2.0, 9.0)
+        for number, scale in enumerate(
+            (1.0, 1.0, 448 / 3, 448 / 2, 7.0)
+        ):  # of all at first, of each after the update, of none
+            x._scale_inv = w._scale_inv = torch.tensor(1 / scale)
+            sys.modules[TRANSFORMER_ENGINE].generic_gemm(w, True, x, False, *[None] * 7, False)
+            if number == 0:
+                Manager.reduce_and_update_fp8_tensors(forward=True)
+                Manager.reduce_and_update_fp8_tensors(forward=False)
+    foreign = [cast[0] for cast in watch.casts.elements() if not cast[4]]
+    assert sorted(foreign) == ["input", "input", "weight"], "an input is cast anew, a weight once a step"
+    assert watch.to_json()["float8_amaxes"] == [(3, 3), (2, 2), (9, 9)]
+    assert watch.to_json()["float8_scale_ratios"] == pytest.approx([1, 1])
+    Manager.reduce_and_update_fp8_tensors()
+    assert len(watch.to_json()["float8_amaxes"]) == 3, "outside of the step nothing is watched"
+
+
+def test_operands_are_compared_with_scales_of_their_time() -> None:
+    library = Delayed()
+    watched = DelayedScales(library)
+    library.cast(3.0, 2.0, 9.0)
+    watched.begin_update("forward")
+    library.update()
+    watched.end_update("forward")
+    assert watched.gave(torch.tensor(2 / 448), "forward", before=False)
+    assert not watched.gave(torch.tensor(1.0), "forward", before=False)
+    assert watched.gave(torch.tensor(1.0), "forward", before=True)  # as of a weight, which is cast once a step
+    assert not watched.gave(torch.tensor(1 / 448), "forward", before=True)
+    assert watched.gave(torch.tensor(1.0), "backward", before=False)
 
 
 def casts(
@@ -237,13 +327,14 @@ def casts(
     changes: dict[str, str] | None = None,
     powers: bool | None = None,
     own: bool = True,
+    same: bool = True,
     counts: dict[str, int] | None = None,
 ) -> Any:
     """What a rank's evidence says of operands of four products forward and eight backward. ``changes``: a format or a
     kind of scale, and what is in its place. ``counts``: other numbers of operands."""
     by_power = recipe == "fp8block" if powers is None else powers
     numbers = {"input": 8, "weight": 8, "gradient": 8} | (counts or {})
-    found = [[*cast, by_power, own or recipe == "fp8delayed", numbers[cast[0]]] for cast in sorted(CASTS[recipe])]
+    found = [[*cast, by_power, own, same, numbers[cast[0]]] for cast in sorted(CASTS[recipe])]
     return [
         [(changes or {}).get(value, value) if isinstance(value, str) else value for value in cast] for cast in found
     ]
@@ -251,7 +342,12 @@ def casts(
 
 def mostly_by_powers(recipe: str) -> Any:
     """Of eight operands of a kind one has another scale."""
-    return [[*cast[:5], 7 if cast[3] else 1] for powers in (False, True) for cast in casts(recipe, powers=powers)]
+    return [[*cast[:6], 7 if cast[3] else 1] for powers in (False, True) for cast in casts(recipe, powers=powers)]
+
+
+# Of a rank with four products forward, and histories of two operands in which another rank had the larger second one.
+ONE = {"float8_scales": "same", "float8_scale_ratios": [1.0, 1.0], "float8_amaxes": [[3.0, 3.0], [1.0, 2.0]], "te": 4}
+OTHER = ONE | {"float8_amaxes": [[2.0, 3.0], [2.0, 2.0]]}
 
 
 @pytest.mark.parametrize(
@@ -269,9 +365,21 @@ def mostly_by_powers(recipe: str) -> Any:
             {"scales are not rounded to powers"},
         ),
         ("fp8tensor", {"float8_casts": casts("fp8tensor", own=False)}, {"scales are those of the operands"}),
+        *(
+            (recipe, {"float8_casts": casts(recipe, same=False)}, {"backward products multiply by the numbers"})
+            for recipe in RECIPES
+        ),
+        ("fp8delayed", {"float8_casts": casts("fp8delayed", own=False)}, {"scales are those that updates gave"}),
         ("fp8delayed", {"float8_scales": "other"}, {"ranks scale alike"}),
-        ("fp8delayed", {"float8_fullest": 1.01}, {"no magnitude of a history is too large"}),
-        ("fp8delayed", {"float8_fullest": 1.0}, set()),
+        *(
+            ("fp8delayed", {"float8_scale_ratios": ratios}, {"scales follow from the histories"})
+            for ratios in ([0.5, 1.0], [1.0, 1.01], [1.0, math.nan], ["nan", 1.0], [])
+        ),
+        ("fp8delayed", {"float8_scale_ratios": [1 - 2.0**-22, 1 + 2.0**-22]}, set()),
+        *(
+            ("fp8delayed", {"float8_amaxes": amaxes}, {"histories hold the largest magnitudes of all"})
+            for amaxes in ([[3.0, 3.0], [1.0, 1.0]], [[3.0, 3.0], [3.0, 2.0]], [[3.0, 3.0]], [])
+        ),
         # Gradients of weights, or of inputs, are multiplied in high precision
         ("fp8tensor", {"float8_casts": casts("fp8tensor", counts={"input": 4, "gradient": 4})}, {"products for grad"}),
         ("fp8block", {"float8_casts": casts("fp8block", counts={"weight": 4, "gradient": 4})}, {"products for grad"}),
@@ -279,8 +387,7 @@ def mostly_by_powers(recipe: str) -> Any:
     ],
 )
 def test_casts_are_those_of_the_recipe(recipe: Float8Recipe, rank: dict[str, Any], wrong: set[str]) -> None:
-    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9, "te": 4}
-    found = broken(recipe, [one | rank, one])
+    found = broken(recipe, [ONE | {"float8_casts": casts(recipe)} | rank, OTHER | {"float8_casts": casts(recipe)}])
     due = {claim for claim in found if any(claim.startswith(start) for start in wrong)}
     if rank.get("float8_casts") != []:  # of which other claims do not hold either
         assert found == due
@@ -293,7 +400,7 @@ def broken(recipe: str, ranks: list[dict[str, Any]], *, kept: Fraction = Fractio
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_rank_multiplies_in_float8_itself(recipe: Float8Recipe) -> None:
-    one = {"float8_casts": casts(recipe), "float8_scales": "same", "float8_fullest": 0.9, "te": 4}
+    one = ONE | {"float8_casts": casts(recipe), "float8_amaxes": [[3.0, 3.0]]}
     assert "forward products of these layers are in float8" in broken(recipe, [one, one | {"float8_casts": []}])
     assert not broken(recipe, [one | {"te": 12}], kept=Fraction(1, 3))  # fp8ends, of three layers
     assert broken(recipe, [one | {"te": 12}])
@@ -302,9 +409,9 @@ def test_each_rank_multiplies_in_float8_itself(recipe: Float8Recipe) -> None:
 
 
 def test_histories_that_were_not_seen_hold_no_claim() -> None:
-    one = {"float8_casts": casts("fp8delayed"), "float8_scales": "same", "te": 4}
-    assert broken("fp8delayed", [one]) == {"no magnitude of a history is too large for its scale"}
-    assert broken("fp8delayed", [one | {"float8_scales": "", "float8_fullest": 0.9}]) == {"ranks scale alike"}
+    one = {"float8_casts": casts("fp8delayed"), "te": 4}
+    unseen = {"ranks scale alike", "scales follow from the histories"}
+    assert broken("fp8delayed", [one]) == {*unseen, "histories hold the largest magnitudes of all ranks"}
 
 
 def test_histories_end_with_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,11 +447,27 @@ def test_products_in_float8_are_counted_with_their_errors(monkeypatch: pytest.Mo
         assert (watch.float8, watch.te) == (1, 1)
         assert watch.float8_error < 1e-6
         assert watch.linear == {"float32": 1}, "what the suite multiplies is not counted"
-        assert watch.casts == {(one, "e4m3fn", "tensor", False, True): 1 for one in ("input", "weight")}
+        assert watch.casts == {(one, "e4m3fn", "tensor", False, True, True): 1 for one in ("input", "weight")}
+
+
+@pytest.mark.parametrize("keeps", ["_transpose", "both"])
+def test_a_transposed_copy_of_other_numbers_is_counted(monkeypatch: pytest.MonkeyPatch, keeps: str) -> None:
+    """As where the weight was cast again after an update, and its copy was not."""
+    library: Any = SimpleNamespace(generic_gemm=lambda a, flipped, *_: [torch.zeros(48, a.size()[not flipped])])
+    monkeypatch.setitem(sys.modules, TRANSFORMER_ENGINE, library)
+    rest, watch = (None, None, None, None, None, False, None, True), Watch()
+    x, w, g = (with_one_scale(drawn(*sizes), keeps="both")[0] for sizes in ((48, 64), (80, 64), (48, 80)))
+    stale = with_one_scale(drawn(80, 64).roll(1), keeps=keeps)[0]
+    stale._data = w._data if keeps == "both" else None
+    with watch.step():
+        library.generic_gemm(w, True, x, False, *rest[:-1], False)
+        for weight in (w, stale):
+            library.generic_gemm(weight, False, g, False, *rest)
+    assert {cast[-1]: count for cast, count in watch.casts.items() if cast[0] == "weight"} == {True: 2, False: 1}
 
 
 def test_every_fault_has_a_place() -> None:
-    assert {catalogue()[name].cells.layouts["megatron"].rpartition(".")[2] for name in NAMES} == {*RECIPES}
+    assert {Layout.parse(catalogue()[name].cells.layouts["megatron"]).float8 for name in NAMES} == {*RECIPES}
     refused = cell_of("megatron", "sft-packed", "llama", "dp2.te.fp8tensor", "fp32")
     answer = BACKENDS["megatron"].load().supports(refused.scenario, refused.phases[0].layout)
     assert "use another model" in str(answer)
@@ -376,5 +499,6 @@ def test_recipes_conform(on_gpus: Session, recipe: str) -> None:
 @needs_te
 @pytest.mark.parametrize("name", NAMES)
 def test_fault_is_caught_at_the_predicted_stage(on_gpus: Session, name: str) -> None:
-    verdict = on_gpus.run(cell(catalogue()[name].cells.layouts["megatron"], "fp32", name)).verdict
+    of = catalogue()[name].cells
+    verdict = on_gpus.run(cell(of.layouts["megatron"], "fp32", name, model=of.model)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", catalogue()[name].stage), verdict.reason
