@@ -12,6 +12,7 @@ over all ranks.
 
 Megatron's layers multiply by the weights of queries, keys and values at once, and by those of gate and up. Scales of
 tensors and of blocks are therefore shared between these. Each group of queries is followed by its keys and its values.
+Tensor-parallel ranks cast their parts of matrices: of queries, keys, values, gate and up rows, of the others columns.
 
 The noise run by the plain formula rounds what lies as near to a tie as the rounding of its dtype the other way. Other
 honest runs may round each of these either way.
@@ -282,17 +283,18 @@ class WithFloat8Products(Variant):
             matrices = [one for one in found if one is not None and one.ndim == 2]
             if not matrices or any(size % self._recipe.multiple for one in matrices for size in one.shape):
                 return module(name, function, x)
+            # Histories are those of all ranks, so that parts of a tensor share scales.
+            parts = 1 if self._recipe.history else self._of.tensor_ranks
             magnitudes = self._magnitudes[f"{layer}.{group[0]}"]
             cast = Cast(recipe=self._recipe, near=near, magnitudes=magnitudes, factor=factor)
             bias = weights.get(f"{name}.bias")
 
             def product(x: Tensor) -> Tensor:
                 if name not in at_once:
-                    order = _order(matrices, self._groups if len(group) == 3 else 1, x.device)
-                    both = torch.cat(matrices)[order]
-                    y: Tensor = Product.apply(x, both, cast)  # type: ignore[no-untyped-call]
-                    parts = y[:, order.argsort()].split([len(one) for one in matrices], dim=1)
-                    at_once.update(zip(group, parts, strict=True))
+                    order = _order(matrices, self._groups if len(group) == 3 else parts, x.device)
+                    y = _product(x, torch.cat(matrices)[order], cast, by_rows=len(group) > 1, parts=parts)
+                    found = y[:, order.argsort()].split([len(one) for one in matrices], dim=1)
+                    at_once.update(zip(group, found, strict=True))
                 own = at_once.pop(name)
                 return own if bias is None else own + bias
 
@@ -306,6 +308,16 @@ FUSED = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
 )
+
+
+def _product(x: Tensor, weight: Tensor, cast: Cast, *, by_rows: bool, parts: int) -> Tensor:
+    """Multiplies as tensor-parallel ranks do, each of which casts its part of the weight, and of the input or the
+    gradient: its rows, or with columns its share of the sum."""
+    if by_rows:
+        found = [Product.apply(x, one, cast) for one in weight.chunk(parts)]  # type: ignore[no-untyped-call]
+        return torch.cat(found, 1)
+    both = zip(x.chunk(parts, 1), weight.chunk(parts, 1), strict=True)
+    return sum((Product.apply(*pair, cast) for pair in both), torch.zeros([]).to(x))  # type: ignore[no-untyped-call]
 
 
 def _longer(row: Row, rest: int) -> Row:

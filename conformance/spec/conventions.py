@@ -265,7 +265,8 @@ class Float8Products(Convention):
     of all. Its rows are filled with token 0 up to a ``multiple`` of tokens, and filled tokens count in the scale.
     ``ends``: the first and the last layer are left out. ``transformer_engine``: the layers are TransformerEngine's in
     Megatron: queries, keys and values are one product, as are gate and up; rows lie end to end, and are filled up
-    together. With fp8delayed the first scale is 1, and weights are cast once a step.
+    together. With fp8delayed the first scale is 1, and weights are cast once a step. Otherwise each of ``tensor_ranks``
+    scales its own parts of weights, and of inputs or gradients.
     """
 
     kind: Literal["float8-products"] = "float8-products"
@@ -274,6 +275,7 @@ class Float8Products(Convention):
     multiple: Number = 1
     data_ranks: Number = 1
     micro_batches: Number = 1
+    tensor_ranks: Number = 1
     transformer_engine: bool = False
     words: ClassVar[str] = "products of linear layers in float8"
     stage: ClassVar[str] = "log-probs"
@@ -282,6 +284,7 @@ class Float8Products(Convention):
     def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
         if layout.float8 is None:
             return None
+        te = self.transformer_engine and "te" in layout.options  # whose casts are compared
         return replace(
             self,
             recipe=layout.float8,
@@ -289,7 +292,8 @@ class Float8Products(Convention):
             multiple=math.lcm(self.multiple, layout.tp),
             data_ranks=layout.data,
             micro_batches=scenario.accumulation,
-            transformer_engine=self.transformer_engine and "te" in layout.options,  # whose casts are compared
+            tensor_ranks=layout.tp if te else 1,
+            transformer_engine=te,
         )
 
     def __str__(self) -> str:

@@ -333,6 +333,19 @@ def te_magnitudes_of_own_rank(te_recipe: Function, config: Any) -> Any:
 
 
 @FLOAT8_FAULTS.add(
+    summary="magnitudes are reduced over data-parallel ranks only, and tensor-parallel ones scale by their own",
+    source=f"{_OF_TRANSFORMER_ENGINE}/issues/656, whose documentation says so",
+    stage="configuration",
+    cells=sft("sft-packed", "llama-even-deep", megatron="tp2.te.fp8delayed", only=FLOAT32),
+    needs="te, fp8delayed and tp of 2 or more",
+)
+def te_magnitudes_of_data_ranks(amax_group: Function, **_: Any) -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+@FLOAT8_FAULTS.add(
     summary="scales follow from the last micro-batch alone, and the history is not read",
     source="https://github.com/pytorch/ao/pull/1753 deletes such code; docs/findings/torchao-amax-history.md",
     stage="configuration",

@@ -32,15 +32,17 @@ def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str
         return f"{recipe} is judged for supervised fine-tuning without adapters only; leave it out"
     if scenario.tier.is_loss_scaled:
         return "the loss scale of fp16 moves what float8 rounds; use bf16"
-    if layout != Layout(dp=layout.dp, zero=layout.zero, options=layout.options):
-        return f"beside {recipe} only dp and zero are built into this backend; leave other axes out"
+    if layout != Layout(dp=layout.dp, tp=layout.tp, zero=layout.zero, options=layout.options):
+        return f"beside {recipe} only dp, tp and zero are built into this backend; leave other axes out"
     if others := {*layout.options} - BESIDE - {recipe}:
         return f"{', '.join(sorted(others))} is not built into this backend beside {recipe}; leave it out"
-    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.ffn, "heads x head_dim": shape.attended}
-    if uneven := [f"{name}={size}" for name, size in sizes.items() if size % MULTIPLE]:
+    cut = {"intermediate_size": shape.ffn, "heads x head_dim": shape.attended}  # shared out among tp ranks
+    sizes = {"hidden_size": (shape.hidden, 1), **{name: (size, layout.tp) for name, size in cut.items()}}
+    if uneven := [f"{name}={size}" for name, (size, ranks) in sizes.items() if size % (MULTIPLE * ranks)]:
+        share = f", also on each of {layout.tp} ranks" if layout.tp > 1 else ""
         return (
-            f"TransformerEngine multiplies matrices of float8 whose sizes are multiples of {MULTIPLE}, and the model "
-            f"has {', '.join(uneven)}; use another model, or leave {recipe} out"
+            f"TransformerEngine multiplies matrices of float8 whose sizes are multiples of {MULTIPLE}{share}, and the "
+            f"model has {', '.join(uneven)}; use another model, or leave {recipe} out"
         )
     if shape.fused:
         return f"{recipe} is judged for models whose projections Hugging Face keeps apart only; leave it out"

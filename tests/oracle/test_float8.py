@@ -194,6 +194,51 @@ def test_queries_keys_and_values_are_one_matrix_of_groups(recipe: Float8Recipe) 
     assert fused.grad.allclose(grouped([m.grad for m in scaled if m.grad is not None], 0), rtol=1e-12)
 
 
+@pytest.mark.parametrize("recipe", ["fp8tensor", "fp8block"])
+def test_tensor_parallel_ranks_cast_their_parts(recipe: Float8Recipe) -> None:
+    """Of gate and up each of two ranks holds rows, of down columns."""
+    convention = Float8Products(recipe=recipe, transformer_engine=True, tensor_ranks=2)
+    sizes = {"mlp.gate_proj": (352, 192), "mlp.up_proj": (352, 192), "mlp.down_proj": (192, 352)}
+    weights = {f"{name}.weight": drawn(*shape).requires_grad_() for name, shape in sizes.items()}
+    x, z = drawn(48, 192).requires_grad_(), drawn(48, 352).requires_grad_()
+    run = WithFloat8Products(convention).products(lambda name, f, x: f(x), weights, FLOAT64, layer=0, layers=1)
+    gate, up, down = (run(name, lambda x: x, z if "down" in name else x) for name in sizes)
+    of_gate, of_up, of_down = drawn(48, 352), 3 * drawn(48, 352), drawn(48, 192)
+    torch.autograd.backward([gate, up, down], [of_gate, of_up, of_down])
+
+    def of_rank(rank: int) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """Returns product and gradients of input and weight: of gate and up together, and of down."""
+        both = torch.cat([weights[f"mlp.{name}_proj.weight"].detach().chunk(2)[rank] for name in ("gate", "up")])
+        part = weights["mlp.down_proj.weight"].detach().chunk(2, 1)[rank]
+        found = []
+        for x_, w_, gradient in (
+            (x.detach(), both, torch.cat([one.chunk(2, 1)[rank] for one in (of_gate, of_up)], 1)),
+            (z.detach().chunk(2, 1)[rank], part, of_down),
+        ):
+            x_, w_ = x_.clone().requires_grad_(), w_.clone().requires_grad_()
+            y: Tensor = Product.apply(x_, w_, Cast(recipe=RECIPES[recipe]))  # type: ignore[no-untyped-call]
+            y.backward(gradient)
+            assert x_.grad is not None
+            assert w_.grad is not None
+            found.append((y, x_.grad, w_.grad))
+        return found[0], found[1]
+
+    (one, first), (two, second) = of_rank(0), of_rank(1)
+    assert x.grad is not None
+    assert z.grad is not None
+    for name, found, due in (
+        ("gate", gate, torch.cat([one[0][:, :176], two[0][:, :176]], 1)),
+        ("up", up, torch.cat([one[0][:, 176:], two[0][:, 176:]], 1)),
+        ("down", down, first[0] + second[0]),
+        ("gradient of x", x.grad, one[1] + two[1]),
+        ("gradient of z", z.grad, torch.cat([first[1], second[1]], 1)),
+        ("gradient of gate", weights["mlp.gate_proj.weight"].grad, torch.cat([one[2][:176], two[2][:176]])),
+        ("gradient of down", weights["mlp.down_proj.weight"].grad, torch.cat([first[2], second[2]], 1)),
+    ):
+        assert found is not None
+        assert found.allclose(due, rtol=1e-12, atol=1e-14), name
+
+
 def test_rows_of_megatron_are_filled_up_together() -> None:
     """16 is a multiple of neither row's length, and of their sum after 7 more tokens."""
     rows = tuple(Row(i, (document(i, length, 2),)) for i, length in enumerate((17, 24)))
