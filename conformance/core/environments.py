@@ -61,7 +61,7 @@ class Environment:
     requirements: as pip reads them. python: a version such as ``3.12``, or the path of an executable; empty: the
     running interpreter. dependencies: install what the requirements need, too; without it (the default where packages
     are inherited) only the requirements themselves are installed. find_links: folders of wheels beside the index; in a
-    file, from its folder. index: instead of the configured one. variables: environment variables of the ranks, such as
+    file, from its folder. index: beside the configured one. variables: environment variables of the ranks, such as
     NCCL_ALGO, which are set when their Python starts.
     """
 
@@ -156,7 +156,7 @@ def make_environment(wanted: Environment) -> Made:
             write_file(packages / "variables.pth", f"{setting}\n")
         if lock:
             write_file(folder / "wanted.txt", lock)
-            install(made.python, "--no-deps", *_sources(wanted), "-r", str(folder / "wanted.txt"))
+            install(made.python, "--no-deps", *_sources(wanted, uv=_uv()), "-r", str(folder / "wanted.txt"))
         write_file(folder / LOCK, lock)
     return made
 
@@ -191,7 +191,7 @@ def called(command: Sequence[str], *arguments: str) -> str:
 def releases(package: str, wanted: Environment) -> list[str]:
     """Returns the releases of a package of which the index has a file for this Python, the oldest first, also those
     that refuse it (Requires-Python). Raises Unmade."""
-    options = ["index", "versions", "--ignore-requires-python", *_sources(wanted), package]
+    options = ["index", "versions", "--ignore-requires-python", *_sources(wanted, uv=False), package]
     output = called([*_pip(sys.executable if wanted.inherits else wanted.executable), *options])
     return output.partition("Available versions: ")[2].partition("\n")[0].split(", ")[::-1]
 
@@ -202,7 +202,7 @@ def _resolved(wanted: Environment) -> str:
     if not requirements:
         return ""
     with_dependencies = wanted.dependencies if wanted.dependencies is not None else not wanted.inherits
-    options = [*([] if with_dependencies else ["--no-deps"]), *_sources(wanted)]
+    options = [*([] if with_dependencies else ["--no-deps"]), *_sources(wanted, uv=_uv())]
     if _uv():
         inputs = cache_folder() / "environments" / f"{hashlib.sha256(repr(wanted).encode()).hexdigest()[:16]}.in"
         inputs.parent.mkdir(parents=True, exist_ok=True)
@@ -262,9 +262,10 @@ def _inherited() -> list[str]:
     return [path for path in found if Path(path).is_dir()]
 
 
-def _sources(wanted: Environment) -> list[str]:
+def _sources(wanted: Environment, *, uv: bool) -> list[str]:
     links = [word for link in wanted.find_links for word in ("--find-links", link)]
-    return [*links, *(["--index-url", wanted.index] if wanted.index else [])]
+    # uv reads the indexes of ``called`` by its option --extra-index-url, which would hide them
+    return [*links, *(["--index" if uv else "--extra-index-url", wanted.index] if wanted.index else [])]
 
 
 def _pip(python: str) -> list[str]:

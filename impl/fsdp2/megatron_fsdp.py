@@ -1,8 +1,9 @@
 """Runs one Hugging Face model in Megatron-FSDP, by megatron-core's ``fully_shard_model`` and ``fully_shard_optimizer``.
 
-Both are the two halves of its ``fully_shard``, which would put all parameters into one group of the optimizer. The
-library lays the parameters of a layer, or those outside of layers, end to end in a flat buffer, and each rank owns a
-stretch of it. Modules compute with the *raw* parameters; the optimizer updates DTensors, this rank's stretches.
+Both are the two halves of its ``fully_shard``, which would put all parameters into one group of the optimizer
+(docs/findings/megatron-fsdp-one-group.md). The library lays the parameters of a layer, or those outside of layers, end
+to end in a flat buffer, and each rank owns a stretch of it. Modules compute with the *raw* parameters; the optimizer
+updates DTensors, this rank's stretches.
 """
 
 import contextlib

@@ -223,12 +223,12 @@ def _muon_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
         return (
             "the Muon of megatron-core 0.16 fails beside emerging-optimizers 0.2 and newer (missing 1 required "
             "keyword-only argument: 'nesterov'); use megatron-core 0.17 to 0.19 and emerging-optimizers, for "
-            "Python 3.12, or fsdp2 for torch's Muon"
+            "Python 3.12 (examples/environments.toml), or fsdp2 for torch's Muon"
         )
     if not is_installed("emerging-optimizers"):
         return (
-            "Muon needs the package emerging-optimizers, for Python 3.12 and triton; run: pip install "
-            "emerging-optimizers, or use fsdp2 for torch's Muon"
+            "Muon needs the package emerging-optimizers, for Python 3.12 and triton (examples/environments.toml); run: "
+            "pip install emerging-optimizers, or use fsdp2 for torch's Muon"
         )
     if shape.mixture or shape.latent or scenario.lora or optimizer.frozen:
         return "Muon for experts, latent attention, adapters and frozen parameters is not built in; use fsdp2, or adamw"

@@ -252,6 +252,30 @@ def test_torch_for_cuda_is_never_installed_beside_cpu_torch(monkeypatch: pytest.
     environments._check_torch("torch==2.12.0\n")
 
 
+def test_the_index_of_an_environment_is_read_beside_the_configured_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch for CPUs has an index of its own, and what else is required lies in the configured one."""
+    folders = {"needed": ["1"], "shared": ["2"]}, {"shared": ["1", "2+cpu"]}
+    addresses = [(tmp_path / str(number)).as_uri() for number in range(len(folders))]
+    for number, packages in enumerate(folders):
+        for name, versions in packages.items():
+            folder = tmp_path / str(number) / name
+            folder.mkdir(parents=True)
+            for version in versions:
+                write_wheel(folder, name, version, {f"{name}.py": ""})
+            links = [f'<a href="{file.name}">{file.name}</a>' for file in sorted(folder.iterdir())]
+            (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")
+    settings = {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": addresses[0], "PATH": "/bin"}
+    for name, value in {**settings, "PARITY_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    wanted = Environment(requirements=("needed", "shared"), index=addresses[1])
+    assert environments.make_environment(wanted).pins == {"needed": "1", "shared": "2+cpu"}
+    assert environments.releases("shared", wanted) == ["1", "2", "2+cpu"]
+
+
 def test_an_environment_is_a_column_that_says_why_it_is_empty(tmp_path: Path) -> None:
     again = "parity matrix m.toml --environment"
     for name, note in (("new", ""), ("old", "no wheel of b 2")):
