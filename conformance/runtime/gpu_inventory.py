@@ -36,13 +36,15 @@ LIMIT_S = 10.0  # for NVML, which hangs where a driver does
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Describes a whole GPU. parts: UUIDs of its MIG devices. memory: used and total bytes; None if unknown to NVML."""
+    """Describes a whole GPU. parts: UUIDs of its MIG devices. memory: used and total bytes, and capability: CUDA's
+    compute capability; None if unknown to NVML."""
 
     uuid: str
     name: str = ""
     driver: str = ""
     parts: tuple[str, ...] = ()
     memory: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = None
 
 
 def installed_gpus() -> list[Gpu]:
@@ -72,6 +74,7 @@ def _query_nvml() -> list[Gpu]:
                 driver=driver,
                 parts=_parts(handle),
                 memory=_memory(handle),
+                capability=_capability(handle),
             )
             for handle in handles
         ]
@@ -90,6 +93,16 @@ def _parts(handle: object) -> tuple[str, ...]:
             with contextlib.suppress(pynvml.NVMLError):  # no part has this number
                 found.append(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
     return tuple(found)
+
+
+def _capability(handle: object) -> tuple[int, int] | None:
+    import pynvml
+
+    try:
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except pynvml.NVMLError:
+        return None
+    return int(major), int(minor)
 
 
 def _memory(handle: object) -> tuple[int, int] | None:

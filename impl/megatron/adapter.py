@@ -37,7 +37,7 @@ from impl.context_parallel.sequence_sharding import INSTALL, RING_MODULES, avail
 from impl.engine.adapter import SCHEDULES, SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.interface.trainable import ContextConfig
-from impl.megatron.float8 import MULTIPLE, RECIPES, float8_refused
+from impl.megatron.float8 import MULTIPLE, RECIPES, float8_refused, machine_refused
 from impl.megatron.hf_mapping import all_parameters, is_trained
 from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
 from impl.megatron.moe_config import expert_sizes, mixture_support
@@ -213,6 +213,8 @@ def _te_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Suppor
         return Unsupported(
             "te needs TransformerEngine and a GPU; run: pip install --no-build-isolation 'transformer-engine[pytorch]'"
         )
+    if refused := machine_refused(layout):
+        return Unsupported(refused)
     return Supported()
 
 

@@ -4,12 +4,17 @@ TransformerEngine casts the operands of the three products of a linear layer, an
 scaling. It needs a GPU. This module does not import Megatron.
 """
 
+from importlib.metadata import version
 from typing import Any
 
+import torch
+
+from conformance.runtime.gpu_inventory import gpus_of_host, installed_gpus
 from conformance.spec.conventions import model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from impl.megatron.model_config import ModelShape
+from impl.models.support import is_older
 
 MULTIPLE = 16  # TransformerEngine multiplies matrices of float8 whose sizes are multiples of this, tokens among them
 HISTORY = 4  # micro-batches whose largest magnitude is the scale of the next, with fp8delayed
@@ -18,6 +23,13 @@ RECIPES = {
     "fp8tensor": ("hybrid", "tensorwise"),
     "fp8delayed": ("hybrid", "delayed"),
     "fp8block": ("e4m3", "blockwise"),
+}
+# The release of TransformerEngine from which megatron-core gives it a recipe, and the compute capability of GPUs that
+# have the recipe's products.
+NEEDED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "fp8tensor": ((2, 2), (8, 9)),
+    "fp8delayed": ((2, 1), (8, 9)),
+    "fp8block": ((2, 3), (9, 0)),
 }
 BESIDE = {"te", "fp8ends", "overlap"}  # options that cells in float8 may have
 
@@ -53,6 +65,30 @@ def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str
             return "Megatron's delayed scaling leaves no layers out; leave fp8ends out, or use fp8tensor"
         if model_config(scenario).get("num_hidden_layers", 0) < 3:
             return "fp8ends leaves the first and the last layer out, and the model has no other; leave it out"
+    return ""
+
+
+def machine_refused(layout: Layout) -> str:
+    """Explains why this machine cannot run a recipe of TransformerEngine, which is installed; empty if it can."""
+    if (recipe := layout.float8) is None:
+        return ""
+    release, needed = NEEDED[recipe]
+    if is_older("transformer-engine", *release):
+        first = ".".join(map(str, release))
+        return (
+            f"TransformerEngine {version('transformer-engine')} has no {recipe}; run: pip install "
+            f"--no-build-isolation 'transformer-engine[pytorch]>={first}', or leave {recipe} out"
+        )
+    visible = gpus_of_host()
+    for gpu in installed_gpus():
+        if (gpu.uuid in visible or {*gpu.parts} & {*visible}) and gpu.capability and gpu.capability < needed:
+            least, found = (".".join(map(str, capability)) for capability in (needed, gpu.capability))
+            return (
+                f"{recipe} needs GPUs of compute capability {least} or higher, and {gpu.name} has {found}; use te "
+                f"without {recipe}, fsdp2 in the exact tier, whose products in float8 are emulated, or other GPUs"
+            )
+    if recipe == "fp8block" and torch.version.cuda and [*map(int, torch.version.cuda.split("."))] < [12, 9]:
+        return f"fp8block needs CUDA 12.9, and torch is built for {torch.version.cuda}; use another build, or fp8tensor"
     return ""
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.backends.faults import catalogue
+from conformance.backends.protocol import Unsupported
 from conformance.core.host import FIXTURES
 from conformance.core.packages import is_installed
 from conformance.judge.work_evidence import CASTS
@@ -28,13 +30,15 @@ from conformance.models.synthetic import with_skeleton
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import Refusals
 from conformance.runner.session import Session
-from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
+from conformance.runtime import gpu_inventory
+from conformance.runtime.gpu_inventory import Gpu, gpus_of_host, shares_of
 from conformance.spec.layout import Float8Recipe, Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
 from conformance.worker.evidence import HISTORIES, TRANSFORMER_ENGINE, Watch
 from conformance.worker.operators import DelayedScales, te_cast, te_product_error
 from impl.faults.float8 import FLOAT8_FAULTS
+from impl.megatron import float8
 from impl.megatron.float8 import RECIPES, float8_refused
 from impl.megatron.model_config import read_shape, stages
 
@@ -91,6 +95,46 @@ def test_refusals_name_the_way_out(
     asked = cell(layout, precision, scenario=scenario)
     found = float8_refused(asked.scenario, asked.phases[0].layout, shape)
     assert re.search(advice, found) if advice else not found
+
+
+@pytest.mark.parametrize(
+    ("layout", "release", "capabilities", "visible", "advice"),
+    [
+        ("dp2.te.fp8block", "2.10.0", [(9, 0)], None, ""),
+        ("dp2.te.fp8tensor", "2.10.0", [(8, 9)], None, ""),
+        ("dp2.te.fp8tensor", "2.10.0", [(9, 0), (8, 0)], None, r"8\.9 or higher, and GPU1 has 8\.0; use te without"),
+        ("dp2.te.fp8tensor", "2.10.0", [(9, 0), (8, 0)], "0", ""),
+        ("dp2.te.fp8block", "2.10.0", [(8, 9)], None, r"9\.0 or higher, and GPU0 has 8\.9; use te without fp8block"),
+        ("dp2.te.fp8block", "2.10.0", [None], None, ""),  # NVML does not say
+        ("dp2.te", "2.10.0", [(8, 0)], None, ""),
+        ("dp2.te.fp8block", "2.2.0", [(9, 0)], None, r"2\.2\.0 has no fp8block; run: pip install .*>=2\.3', or leave"),
+        ("dp2.te.fp8tensor", "2.1.1+cu12", [(9, 0)], None, r"2\.1\.1\+cu12 has no fp8tensor; run: .*>=2\.2'"),
+        ("dp2.te.fp8delayed", "2.1.1", [], None, ""),
+    ],
+)
+def test_machines_without_float8_are_refused_before_a_process_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    release: str,
+    capabilities: list[tuple[int, int] | None],
+    visible: str | None,
+    advice: str,
+) -> None:
+    (info := tmp_path / f"transformer_engine-{release}.dist-info").mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {release}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    gpus = [Gpu(uuid=f"GPU-{n}", name=f"GPU{n}", capability=one) for n, one in enumerate(capabilities)]
+    monkeypatch.setattr(float8, "installed_gpus", lambda: gpus)
+    monkeypatch.setattr(gpu_inventory, "installed_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    asked = cell(layout)
+    answer = BACKENDS["megatron"].load().supports(asked.scenario, asked.phases[0].layout)
+    assert isinstance(answer, Unsupported) is bool(advice)
+    assert re.search(advice, str(answer))
 
 
 @pytest.mark.parametrize(("layout", "is_refused"), [("dp2.te.fp8tensor", True), ("dp2.te", False)])

@@ -54,6 +54,7 @@ class Nvml:
             "nvmlDeviceGetMaxMigDeviceCount": lambda handle: len(self.parts.get(handle, ())),
             "nvmlDeviceGetMigDeviceHandleByIndex": self._part,
             "nvmlDeviceGetMemoryInfo": self._memory,
+            "nvmlDeviceGetCudaComputeCapability": lambda handle: [9, 0],
         }
         return lambda *arguments: self._call(name, answers[name](*arguments))
 
@@ -79,8 +80,12 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
 def test_nvml_lists_gpus_with_their_parts_and_memory(nvml: Nvml) -> None:
     nvml.parts["GPU-c"] = ["MIG-1", None, "MIG-2"]
     first, *_, third, _ = gpu_inventory.installed_gpus()
-    expected = gpu_inventory.Gpu(uuid="GPU-a", name="H200", driver="580.1", memory=(60000 * MIB, 81559 * MIB))
+    expected = gpu_inventory.Gpu(
+        uuid="GPU-a", name="H200", driver="580.1", memory=(60000 * MIB, 81559 * MIB), capability=(9, 0)
+    )
     assert first == expected
+    nvml.failing.add("nvmlDeviceGetCudaComputeCapability")
+    assert gpu_inventory.installed_gpus()[0].capability is None
     assert (third.parts, third.memory) == (("MIG-1", "MIG-2"), None)
 
 
