@@ -135,7 +135,7 @@ class Sample:
     @property
     def trained(self) -> list[int]:
         """The numbers of the turns that are trained on."""
-        return [i for i, turn in enumerate(self.messages) if i >= self.first and _is_trained(turn)]
+        return [i for i, turn in enumerate(self.messages) if i >= self.first and is_trained(turn)]
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -148,7 +148,7 @@ class Sample:
         return str(self.messages[self.trained[-1]]["content"])
 
 
-def _is_trained(turn: Message) -> bool:
+def is_trained(turn: Message) -> bool:
     """Tells whether a turn may be trained on: one of an assistant, if none of its switches is off."""
     return turn["role"] == "assistant" and all(turn.get(name) in (None, 1) for name in _SWITCHES)
 
@@ -438,7 +438,7 @@ def _turns(value: Any, key: str, place: Place) -> list[Message]:
             if role == "assistant" and kept.get(name) not in (None, 0, 1):
                 raise UsageError(f"{where}: {name!r} must be 0 or 1 (false or true), got {shown(kept[name])}")
         turn = {**kept, "role": role, "content": content}
-        if _is_trained(turn) and not content.strip() and not kept.get("tool_calls"):
+        if is_trained(turn) and not content.strip() and not kept.get("tool_calls"):
             raise UsageError(f"{where}: the answer is empty, so nothing would be trained on; leave the sample out")
         turns.append(turn)
     return turns

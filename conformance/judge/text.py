@@ -14,6 +14,7 @@ from typing import Any
 from conformance.backends.text import ServedPipeline, TextFailed, TextInfo
 from conformance.core.errors import UsageError, first_few, not_encoded, one_line
 from conformance.data.chat_templates import Conversation, TemplateFolder
+from conformance.data.forms import is_trained
 from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, load_tokenizer
 from conformance.oracle.chat import KINDS, Label, Rendered
 from conformance.results.verdict import State
@@ -21,7 +22,6 @@ from conformance.results.verdict import State
 NO_LIMIT = 2**20  # tokens
 SHORTEST_MATCH = 6  # tokens; shorter parts of texts that differ agree by chance
 EDGE = 2  # tokens at both ends of a common part, which may belong to what differs
-SWITCHES = ("weight", "train", "training", "loss")  # of a turn, as docs/guides/real-data.md says
 Encoded = tuple[list[int], list[bool]]
 
 
@@ -61,8 +61,7 @@ class Expected:
     def not_trained(self) -> list[int]:
         """The numbers of those that the data set does not train on: earlier ones of a prompt, or switched off."""
         turns = self.conversation.messages
-        off = [i for i in self.answers if any(turns[i].get(name) in (0, False) for name in SWITCHES)]
-        return [i for i in self.answers if i < self.conversation.first or i in off]
+        return [i for i in self.answers if i < self.conversation.first or not is_trained(turns[i])]
 
 
 def expected_of(

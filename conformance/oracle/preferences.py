@@ -233,7 +233,7 @@ class DistillationFunctions:
         if k is None or k >= teacher_NV.shape[1]:
             divergence = self._divergence(student_NV, teacher_NV, None)
         else:
-            largest, tokens = teacher_NV.topk(k + 1, dim=-1)
+            largest, tokens = teacher_NV.sort(dim=-1, descending=True, stable=True)  # equal ones by their place
             gap = (largest[:, k - 1] - largest[:, k]) / self.objective.temperature
             if stable == torch.float64 and (gap < TIE).any():
                 raise UsageError(

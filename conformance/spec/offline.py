@@ -239,7 +239,8 @@ class Distillation:
     beta: 0 is the forward KL(P, Q), 1 the reverse KL(Q, P). Between them it is the generalized Jensen-Shannon
         divergence beta KL(P, M) + (1 - beta) KL(Q, M), where M = beta P + (1 - beta) Q (equation 1).
     temperature: the divisor of the logits of both models. The loss is not multiplied by its square.
-    top_k: the divergence sums over the tokens that are most likely for the teacher; None: over the whole vocabulary.
+    top_k: the divergence sums over the tokens that are most likely for the teacher; None: over the whole vocabulary. Of
+        tokens with equal logits, those that come first in the vocabulary are taken.
     renormalise_top_k: whether P and Q are distributions over the ``top_k`` tokens alone. Otherwise they keep the
         probabilities that they have in the whole vocabulary, as in verl.
     """

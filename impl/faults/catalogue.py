@@ -142,7 +142,8 @@ SEAMS: Mapping[str, str] = {
     "divergence_terms": "(log q, log p, beta) -> what each token of the vocabulary adds to a divergence",
     "scaled_logits": "(logits, temperature) -> logits of the student (with a gradient) or the teacher, divided by it",
     "sum_over_shards": "(sums over a part of the vocabulary, group) -> sums over all parts",
-    "least_of_top_k": "(teacher's logits, k, group) -> the smallest of the k largest logits of the whole vocabulary",
+    "least_of_top_k": "(teacher's logits, k, group) -> the smallest of the k largest logits of the whole vocabulary, "
+    "and how many of this part that are equal to it are among the k",
     # Mixtures of experts
     "routers_of": "(model, ...) -> its routers, or None; called before the first step",
     "router_loss": "(factor, balance of the step, weights, probabilities of experts) -> a share of the balancing loss",

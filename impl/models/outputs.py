@@ -309,7 +309,9 @@ def divergences(student: Tensor, teacher: Tensor, objective: Distillation, group
     """
     taken = teacher.isfinite()
     if objective.top_k is not None:
-        taken &= teacher >= least_of_top_k(teacher, objective.top_k, group)[:, None]
+        least, equals = least_of_top_k(teacher, objective.top_k, group)
+        is_equal = teacher == least[:, None]
+        taken &= (teacher > least[:, None]) | (is_equal & (is_equal.cumsum(-1, dtype=torch.int32) <= equals[:, None]))
     known_in = taken if objective.renormalise_top_k else teacher.isfinite()
     temperature = objective.temperature
     log_q, log_p = (log_softmax(scaled(z, temperature), known_in, group) for z in (student, teacher))
@@ -322,16 +324,20 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
-def least_of_top_k(logits: Tensor, count: int, group: Group) -> Tensor:
-    """Returns the smallest of the ``count`` largest logits of each token in the whole vocabulary, (tokens,)."""
+def least_of_top_k(logits: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
+    """Returns the smallest of the ``count`` largest logits of each token in the whole vocabulary, (tokens,), and how
+    many logits of this part that are equal to it belong to them, (tokens,): the first ones of the vocabulary do."""
     own = logits.topk(min(count, logits.shape[1]), dim=-1).values
-    if group is not None:
-        own = torch.nn.functional.pad(own, (0, count - own.shape[1]), value=-torch.inf).contiguous()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own, group=group)
-        own = torch.cat(parts, dim=-1)
-        own = own.topk(count, dim=-1).values
-    return own.amin(-1)
+    if group is None:
+        least = own.amin(-1)
+        return least, (own == least[:, None]).sum(-1)
+    own = torch.nn.functional.pad(own, (0, count - own.shape[1]), value=-torch.inf).contiguous()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    largest = torch.cat(parts, dim=-1).topk(count, dim=-1).values
+    least = largest.amin(-1)
+    equals = [(part == least[:, None]).sum(-1) for part in (largest, *parts[: dist.get_rank(group)])]
+    return least, equals[0] - sum(equals[1:])
 
 
 def log_softmax(logits: Tensor, known_in: Tensor, group: Group) -> Tensor:

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from cells import ranks_of
-from output_tasks import example, plain_statistics
+from output_tasks import example, plain_statistics, with_ties
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conformance.oracle.preferences import DistillationFunctions
 from conformance.runtime import Pool
+from conformance.spec.batch import Document
+from conformance.spec.offline import Distillation
 from impl.interface.micro_batches import Outputs
 from impl.models import outputs
-from impl.models.outputs import token_statistics
+from impl.models.outputs import divergences, token_statistics
 
 HONEST = 1e-15  # relative, in float64
 
@@ -265,17 +268,14 @@ def test_detached_outputs_have_the_same_numbers_and_no_graph() -> None:
     assert not detached.values.requires_grad
 
 
-Run = Callable[..., list[dict[str, Any]]]
+Run = Callable[..., list[Any]]
 
 
 @pytest.fixture
 def run_ranks(pool: Pool, tmp_path: Path) -> Run:
-    def run(sizes: list[int], **arguments: Any) -> list[dict[str, Any]]:
-        config = ranks_of("fsdp2", len(sizes))
-        kwargs = {"sizes": sizes, "temperature": 1.0, "entropy": True, "masked": [], **arguments}
-        outcome = pool.run(
-            key="outputs", config=config, task="output_tasks:shard_errors", kwargs=kwargs, log_dir=tmp_path, budget_s=60
-        )
+    def run(task: str, sizes: list[int], **arguments: Any) -> list[Any]:
+        config, kwargs, task = ranks_of("fsdp2", len(sizes)), {"sizes": sizes, **arguments}, f"output_tasks:{task}"
+        outcome = pool.run(key="outputs", config=config, task=task, kwargs=kwargs, log_dir=tmp_path, budget_s=60)
         assert outcome.state == "done", outcome.reason
         return outcome.results
 
@@ -288,12 +288,36 @@ def run_ranks(pool: Pool, tmp_path: Path) -> Run:
 def test_shards_of_the_vocabulary_are_the_whole(
     run_ranks: Run, sizes: list[int], temperature: float, entropy: bool
 ) -> None:
-    results = run_ranks(sizes, temperature=temperature, entropy=entropy)
+    results = run_ranks("shard_errors", sizes, temperature=temperature, entropy=entropy, masked=[])
     assert max(error for result in results for error in result["errors"]) < HONEST
     assert all(result["outputs"] == results[0]["outputs"] for result in results)
 
 
 @pytest.mark.parametrize("masked", [[2], [0, 1, 2, 3], [4, 10]], ids=str)
 def test_masked_logits_of_shards_do_not_count(run_ranks: Run, masked: list[int]) -> None:
-    results = run_ranks([4, 4, 3], masked=masked)
+    results = run_ranks("shard_errors", [4, 4, 3], temperature=1.0, entropy=True, masked=masked)
     assert max(error for result in results for error in result["errors"]) < HONEST
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 6, 10])
+def test_of_equal_logits_of_a_teacher_the_first_ones_are_among_the_top_k(run_ranks: Run, top_k: int) -> None:
+    """For backends, on the whole vocabulary and on shards of it, and for the oracle."""
+    student, teacher = with_ties(11)
+    objective = Distillation(top_k=top_k)
+    whole = divergences(student, teacher, objective, None)
+    equal = (teacher == teacher.topk(top_k).values[:, -1:]).sum(-1)
+    assert (equal > 1).any()
+    document = Document((0,) * 22, (False, *(True,) * 21))
+    logits = (torch.cat([z, z[:1]]) for z in (student, teacher))
+    of_oracle = DistillationFunctions(objective).term(
+        "policy",
+        next(logits),
+        document,
+        totals={"token_count": 21.0},
+        earlier={"teacher": next(logits)},
+        stable=torch.float32,
+    )
+    torch.testing.assert_close(whole, of_oracle.rows["divergence"], rtol=1e-5, atol=1e-6)
+    for sizes in ([6, 5], [1, 10], [4, 4, 3]):
+        for shard in run_ranks("shards_with_ties", sizes, top_k=top_k):
+            torch.testing.assert_close(torch.tensor(shard), whole, rtol=1e-5, atol=1e-6)

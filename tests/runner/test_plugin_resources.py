@@ -35,7 +35,7 @@ def test_workers_together_need_the_room_of_as_many_cells(tmp_path: Path, monkeyp
     """3 GB are enough for one of these cells at a time, and not for three."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of this run, which its own controller would inherit
     (tmp_path / "small_machine.py").write_text(SMALL_MACHINE)
-    cells = [argument for dp in (1, 2, 4) for argument in ("--parity-cells", f"*/dp{dp}/*")]
+    cells = [argument for dp in (1, 2, 3) for argument in ("--parity-cells", f"*/dp{dp}/*")]
     small = ("-n", "3", "-p", "small_machine", "--parity-backend", "plain_backend:Plain")
     run = run_pytest(tmp_path, *MINE, *small, *cells)
     assert run.code == pytest.ExitCode.USAGE_ERROR

@@ -139,6 +139,19 @@ def test_a_fresh_task_spares_worker_groups_of_other_keys_and_sizes(run: Runner) 
     assert (run.pids(size=4), run.pids(key="other")) == others
 
 
+def test_beyond_the_cap_the_group_that_was_idle_longest_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.runtime.pool.MOST_GROUPS_HERE", 2)
+    with Pool(work_dir=tmp_path) as pool:
+        run = Runner(pool, tmp_path)
+        first, second = run.pids(key="first", size=1), run.pids(key="second", size=1)
+        assert run.pids(key="first", size=1) == first  # the second one is idle longer now
+        third = run.pids(key="third", size=1)
+        assert is_gone(*second)
+        assert (run.pids(key="first", size=1), run.pids(key="third", size=1)) == (first, third)
+        assert run.pids(key="second", size=1) != second
+        assert is_gone(*first)
+
+
 def test_a_fresh_worker_group_and_a_warm_task_cost_little(run: Runner) -> None:
     """In processor time, which a loaded machine does not change: an import of torch alone costs about a second."""
     fresh = results(run("processor_seconds", fresh=True))

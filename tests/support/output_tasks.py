@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.runtime import RankContext
-from impl.models.outputs import token_statistics
+from conformance.spec.offline import Distillation
+from impl.models.outputs import divergences, token_statistics
 
 
 def plain_statistics(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -62,3 +63,17 @@ def shard_errors(
         "errors": [*errors, (difference.norm() / expected_gradient.norm()).item()],
         "outputs": [x.tolist() for x in outputs],
     }
+
+
+def with_ties(vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Logits of a student and of a teacher, (21, V), float32; those of the teacher have five different values."""
+    logits = example(vocabulary, torch.float32)["logits"].flatten(0, 1)
+    return logits.flip(0), (logits / 4).round().clamp(-2, 2)
+
+
+def shards_with_ties(context: RankContext, *, sizes: list[int], top_k: int) -> list[float]:
+    """The divergences of shards of the vocabulary."""
+    start, end = (list(accumulate(sizes, initial=0))[context.rank + i] for i in (0, 1))
+    student, teacher = (z[:, start:end].contiguous() for z in with_ties(sum(sizes)))
+    found: list[float] = divergences(student, teacher, Distillation(top_k=top_k), dist.group.WORLD).tolist()
+    return found
