@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import ipaddress
 import os
+import pickle
 import re
 import resource
 import signal
@@ -16,15 +17,17 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 STORE_TIMEOUT = timedelta(minutes=5)  # torch's default
 _PR_SET_PDEATHSIG = 1
 _PIDFD_SIGNAL_PROCESS_GROUP = 4
@@ -91,6 +94,55 @@ def mount_privately(folder: Path, at: Path) -> bool:
     if libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None) != 0:
         return False
     return bool(libc.mount(str(folder).encode(), str(at).encode(), None, _MS_BIND, None) == 0)
+
+
+def map_in_forks(function: Callable[[_Item], _Result], items: Sequence[_Item], *, most: int) -> list[_Result]:
+    """Returns ``function`` of each item, computed in up to ``most`` forks of this process, one per processor.
+
+    The items are dealt out in turn, so give long ones first. Results and exceptions have to be picklable, but not
+    ``function``. With fewer than two forks, this process computes all. No other thread may hold a lock.
+    """
+    forks = min(most, len(items), len(os.sched_getaffinity(0)))
+    if forks < 2:
+        return list(map(function, items))
+    found: list[Any] = [None] * len(items)
+    begun: list[tuple[int, int]] = []  # a fork and the end of a pipe
+    try:
+        for first in range(forks):
+            begun.append(_begin_fork(function, items[first::forks]))
+        for first, (_, answers) in enumerate(begun):
+            with os.fdopen(answers, "rb", closefd=False) as file:
+                answer = file.read()
+            own = pickle.loads(answer) if answer else RuntimeError("a fork was killed before it had its results")
+            if isinstance(own, BaseException):
+                raise own
+            found[first::forks] = own
+    finally:
+        for pid, answers in begun:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(answers)
+    return found
+
+
+def _begin_fork(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[int, int]:
+    """Computes the items in a fork. Returns its id, and the pipe that gets its pickled results, or its exception."""
+    parent, (answers, given) = os.getpid(), os.pipe()
+    if pid := os.fork():
+        os.close(given)
+        return pid, answers
+    try:
+        signal_at_death_of(parent, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which kills its forks
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            answer = pickle.dumps([function(item) for item in items])
+        except Exception as error:
+            answer = pickle.dumps(error)
+        with os.fdopen(given, "wb") as file:
+            file.write(answer)
+    finally:
+        os._exit(0)
 
 
 def process_state(pid: int) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from conformance.core.errors import UsageError
+from conformance.core.process import map_in_forks
 from conformance.judge.side_by_side.agreement import ORACLE, agreement
 from conformance.judge.side_by_side.distances import Bounds, column_of, compare_lines, compare_tensors
 from conformance.numerics.determinism import one_thread
@@ -30,6 +31,7 @@ from conformance.spec.precision import FLOAT64
 # The differences of two records by column; a record is named by its cell and the digests of its phases. A record alone
 # has its differences from the oracle, if it was judged by an oracle with conventions.
 Compared = dict[frozenset[tuple[str, ...]], dict[str, Difference]]
+PER_FORK = 50  # cells whose comparison takes as long as the start of some processes
 NOT_KEPT = "only its scalars were compared with some others, because its tensors were not kept (--keep all keeps them)"
 
 
@@ -61,7 +63,14 @@ def write_side_by_side(out: Path, *, parts: Sequence[Path] = ()) -> None:
             groups.setdefault("/".join([entry.scenario, entry.model, entry.variant]), []).append(entry)
     several = {name: entries for name, entries in groups.items() if len({e.backend for e in entries}) > 1}
     earlier = {key: found for folder in (*parts, out) for key, found in _read_earlier(folder).items()}
-    write_groups(out, [_group(out, name, entries, earlier) for name, entries in several.items()])
+
+    def compared(name: str) -> Group:
+        return _group(out, name, several[name], earlier)
+
+    longest_first = sorted(several, key=lambda name: len(several[name]), reverse=True)
+    forks = sum(map(len, several.values())) // PER_FORK
+    found = dict(zip(longest_first, map_in_forks(compared, longest_first, most=forks), strict=True))
+    write_groups(out, [found[name] for name in several])
 
 
 def _read_earlier(out: Path) -> Compared:
