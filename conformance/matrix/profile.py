@@ -37,7 +37,7 @@ from conformance.results.requirements import TO
 from conformance.spec.layout import Layout
 from conformance.spec.observables import IN_PAIRS
 from conformance.spec.precision import PRECISIONS, PrecisionName
-from conformance.spec.scenario import Count, Scenario, Steps, load_scenario
+from conformance.spec.scenario import Count, DataConfig, FilePath, Scenario, Steps, load_scenario
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class CellTable:
     backends: the backends, or chains of backends, that run these cells; empty: all.
     program: the name of one of the profile's programs.
     to: layouts of the last phase; every layout in ``layouts`` is combined with every layout in ``to``.
-    steps: at most this many steps, instead of the profile's ``steps``.
+    steps, rows: as in a profile, and instead of the profile's.
     """
 
     scenarios: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -81,6 +81,7 @@ class CellTable:
     program: str = ""
     to: tuple[Layouts, ...] = ()
     steps: Count | None = None
+    rows: Count | None = None
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
@@ -88,7 +89,8 @@ class Profile:
     """Describes a named selection of cells.
 
     description: shown by ``parity list``. programs: sequences of phases, by name.
-    steps: at most this many steps of every scenario; None: all steps.
+    steps: at most this many steps of every scenario; None: all steps. rows: of a step; None: the scenario's.
+    data: the file that scenarios read whose file names none.
     expected: by the name of a backend, shell patterns of links. A difference that a backend declares as expected counts
         only if its link is named here, or if the backend belongs to the suite.
     """
@@ -96,6 +98,8 @@ class Profile:
     description: str
     cells: Annotated[tuple[CellTable, ...], Field(min_length=1)]
     steps: Count | None = None
+    rows: Count | None = None
+    data: FilePath | None = None
     programs: dict[str, Annotated[tuple[PlannedPhase, ...], Field(min_length=1)]] = Field(default_factory=dict)
     expected: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
@@ -252,8 +256,8 @@ def expand(
     """Returns a profile's cells on the given backends, without duplicates, sorted so that worker groups can be reused.
 
     ``faults`` are planted in every cell. Where the tables of several models, all run with ``overrides.model``, differ
-    only in the number of steps, the longest cell stays. Raises UsageError for an invalid scenario, layout, program or
-    data set, and for two different cells with the same id, for example from two scenario files of the same name.
+    only in the numbers of steps and rows, the longest cell stays. Raises UsageError for an invalid scenario, layout,
+    program or data set, and for two different cells with the same id, as from two scenario files of the same name.
     """
     cells: dict[str, Cell] = {}
     registered = registered_backends()
@@ -272,7 +276,11 @@ def expand(
                 values["sketch"] = overrides.sketch
             own = scenario_name.endswith(".toml")
             file = Path(scenario_name) if own else FIXTURES / "scenarios" / f"{scenario_name}.toml"
-            scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
+            rows = table.rows or profile.rows
+            data = {**({"rows": rows} if rows else {}), **dict(overrides.data)}
+            scenario = load_scenario(file, data_overrides=data, **values)
+            if profile.data and "path" not in data and scenario.data.path == DataConfig.path:
+                scenario = dataclasses.replace(scenario, data=dataclasses.replace(scenario.data, path=profile.data))
             if first_steps := table.steps or profile.steps:
                 scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
             for layout, chain in itertools.product(_phase_layouts(table), chains):
@@ -283,14 +291,13 @@ def expand(
                 same = cells.setdefault(str(cell), cell)
                 if same == cell:
                     continue
-                if (
-                    not overrides.model
-                    or dataclasses.replace(same.scenario, steps=cell.scenario.steps) != cell.scenario
-                ):
+                as_many = dataclasses.replace(same.scenario.data, rows=scenario.data.rows)
+                alike = dataclasses.replace(same.scenario, steps=scenario.steps, data=as_many) == scenario
+                if not (overrides.model and alike):
                     raise UsageError(
                         f"two different cells have the id {cell}; rename one of the scenario files or model folders"
                     )
-                cells[str(cell)] = max(same, cell, key=lambda one: one.scenario.steps)
+                cells[str(cell)] = max(same, cell, key=lambda one: (one.scenario.steps, one.scenario.data.rows))
     return [cells[name] for name in sorted(cells, key=lambda name: (cells[name].backend, cells[name].world_size, name))]
 
 

@@ -59,6 +59,7 @@ def test_weights_are_made_again_bit_for_bit(remade: Path, name: str) -> None:
     "file",
     [
         "data/word_problems.jsonl",
+        "data/varied_problems.jsonl",
         "data/long_problems.jsonl",
         "data/preferences.jsonl",
         "data/labelled_answers.jsonl",

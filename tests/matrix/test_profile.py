@@ -205,6 +205,21 @@ def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> 
     assert cell.scenario.steps == 5
 
 
+def test_a_profile_may_choose_rows_and_the_data_of_scenarios_that_name_none() -> None:
+    profile = dataclasses.replace(load_profile("full"), rows=6, data="data/varied_problems.jsonl")
+    table = dataclasses.replace(profile.cells[0], models=("llama",), layouts=("dp2",), scenarios=("sft-packed", "grpo"))
+    cells = expand(dataclasses.replace(profile, cells=(table,)), [find_backend("fsdp2")], Overrides())
+    chosen = {cell.scenario.name: cell.scenario.data for cell in cells}
+    assert (chosen["sft-packed"].path, chosen["grpo"].path) == (profile.data, "data/rollouts/{model}.jsonl")
+    assert {data.rows for data in chosen.values()} == {6}
+    own = Overrides(data=(("path", "data/word_problems.jsonl"), ("rows", 12)))
+    table = dataclasses.replace(table, scenarios=("sft-packed",))
+    for cell in expand(dataclasses.replace(profile, cells=(table,)), [find_backend("fsdp2")], own):
+        assert (cell.scenario.data.path, cell.scenario.data.rows) == ("data/word_problems.jsonl", 12)
+    with pytest.raises(UsageError, match=r"data\.rows=7 is not divisible by accumulation=3"):
+        expand(dataclasses.replace(profile, rows=7, cells=(table,)), [find_backend("fsdp2")], Overrides())
+
+
 def test_full_profile_transfers_checkpoints_and_weights() -> None:
     chains = [cell for cell in cells_of("full") if len({(phase.backend, phase.layout) for phase in cell.phases}) > 1]
     handed = {(a.save, a.backend.name, b.backend.name) for c in chains for a, b in itertools.pairwise(c.phases)}
