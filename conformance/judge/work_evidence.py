@@ -7,7 +7,7 @@ share, the share is listed as not proven, as is all else that no claim decides (
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -58,7 +58,7 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         yield "products in float8 are those of their operands", max(errors) <= FLOAT8_ERROR, where
     if "te" in layout.options and layout.float8:
         kept = Fraction(layers - 2 * ("fp8ends" in layout.options), layers)
-        yield from _te_casts(layout.float8, step.ranks, kept=kept, frozen=linear.frozen)
+        yield from _te_casts(layout.float8, step.ranks, kept=kept, frozen=linear.frozen, stages=layout.pp)
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
@@ -79,7 +79,9 @@ CASTS: Mapping[str, set[tuple[str, str, str]]] = {
 }
 
 
-def _te_casts(recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction, frozen: bool) -> Claims:
+def _te_casts(
+    recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction, frozen: bool, stages: int = 1
+) -> Claims:
     """Yields the claims about the operands that TransformerEngine has cast on each rank, which no rounding hides.
 
     kept: the share of layers that multiply in float8. frozen: whether some weights have no gradients, and so no product
@@ -101,7 +103,7 @@ def _te_casts(recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction
     other = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[5])
     yield "backward products multiply by the numbers of forward ones", other == 0, f"observed {other} other operands"
     if recipe == "fp8delayed":
-        yield from _delayed_scales(ranks)
+        yield from _delayed_scales(ranks, stages)
     else:
         by_power = recipe == "fp8block"
         powers = [{one: _of_powers(casts, one) for one in OPERANDS} for casts in of_ranks]
@@ -114,17 +116,24 @@ def _te_casts(recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction
     yield f"scales are those {whose}", own == 0, f"observed {own} operands with other scales"
 
 
-def _delayed_scales(ranks: Sequence[Mapping[str, Any]]) -> Claims:
-    """Yields the claims about the histories of delayed scaling, from which each scale follows."""
-    digests = {rank.get("float8_scales", "") for rank in ranks}
-    yield "ranks scale alike", len(digests) == 1 and "" not in digests, f"observed scales of {len(digests)} kinds"
+def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int) -> Claims:
+    """Yields the claims about the histories of delayed scaling, from which each scale follows.
+
+    Each of the pipeline's stages has its own layers, and so its own scales, by which its ranks are known.
+    """
+    alike: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for rank in ranks:
+        alike[rank.get("float8_scales", "")].append(rank)
+    holds = "" not in alike and [len(of_stage) * stages for of_stage in alike.values()] == [len(ranks)] * stages
+    yield "ranks scale alike", holds, f"observed scales of {len(alike)} kinds, requested {stages}"
     ratios = [number(ratio) for rank in ranks for ratio in rank.get("float8_scale_ratios") or (math.nan,)]
     where = f"observed {min(ratios):.4g} to {max(ratios):.4g} of what histories prescribe"
     yield "scales follow from the histories", all(abs(ratio - 1) <= SCALE_ERROR for ratio in ratios), where
-    amaxes = [rank.get("float8_amaxes", ()) for rank in ranks]
-    pairs = [[*zip(*of_one, strict=True)] for of_one in zip(*amaxes, strict=False)]  # what each rank has, and all have
+    amaxes = [[rank.get("float8_amaxes", ()) for rank in of_stage] for of_stage in alike.values()]
+    operands = [one for of_stage in amaxes for one in zip(*of_stage, strict=False)]  # what each rank has, and all have
+    pairs = [[*zip(*of_ranks, strict=True)] for of_ranks in operands]
     wrong = sum({max(map(number, own))} != {*map(number, of_all)} for own, of_all in pairs)
-    holds = len({*map(len, amaxes)}) == 1 and bool(pairs) and not wrong
+    holds = all(len({*map(len, of_stage)}) == 1 and of_stage[0] for of_stage in amaxes) and not wrong
     where = f"observed {wrong} of {len(pairs)} that are not the largest of the ranks'"
     yield "histories hold the largest magnitudes of all ranks", holds, where
 

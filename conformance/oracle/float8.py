@@ -249,14 +249,19 @@ class WithFloat8Products(Variant):
         self._begins_step = True
         ranks, count = self._of.data_ranks, self._of.micro_batches
         own = [batch.micro_batches(dp_rank=rank, dp_size=ranks, accumulation=count) for rank in range(ranks)]
-        filled = [[self._filled(rows) for rows in parts] for parts in own]
+        filled = [
+            [self._filled(rows, of_rank if self._of.one_length else [rows]) for rows in of_rank] for of_rank in own
+        ]
         if self._recipe.history:
             return [[row for rows in at_once for row in rows] for at_once in zip(*filled, strict=True)]
         return [rows for parts in filled for rows in parts]
 
-    def _filled(self, rows: Sequence[Row]) -> list[Row]:
+    def _filled(self, rows: Sequence[Row], alike: Sequence[Sequence[Row]]) -> list[Row]:
+        """Fills the rows of a micro-batch up; ``alike``: those of which the longest decides."""
         if self._of.transformer_engine:
-            return [*rows[:-1], _longer(rows[-1], -sum(row.length for row in rows) % self._of.multiple)]
+            longest = max(sum(row.length for row in one) for one in alike)
+            length = -(-longest // self._of.multiple) * self._of.multiple
+            return [*rows[:-1], _longer(rows[-1], length - sum(row.length for row in rows))]
         length = -(-max(row.length for row in rows) // self._of.multiple) * self._of.multiple
         return [_longer(row, length - row.length) for row in rows]
 

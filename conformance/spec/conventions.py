@@ -266,7 +266,8 @@ class Float8Products(Convention):
     ``ends``: the first and the last layer are left out. ``transformer_engine``: the layers are TransformerEngine's in
     Megatron: queries, keys and values are one product, as are gate and up; rows lie end to end, and are filled up
     together. With fp8delayed the first scale is 1, and weights are cast once a step. Otherwise each of ``tensor_ranks``
-    scales its own parts of weights, and of inputs or gradients.
+    scales its own parts of weights, and of inputs or gradients. ``one_length``: micro-batches of a data rank are filled
+    up to the longest, as stages of a pipeline do.
     """
 
     kind: Literal["float8-products"] = "float8-products"
@@ -276,6 +277,7 @@ class Float8Products(Convention):
     data_ranks: Number = 1
     micro_batches: Number = 1
     tensor_ranks: Number = 1
+    one_length: bool = False
     transformer_engine: bool = False
     words: ClassVar[str] = "products of linear layers in float8"
     stage: ClassVar[str] = "log-probs"
@@ -293,6 +295,7 @@ class Float8Products(Convention):
             data_ranks=layout.data,
             micro_batches=scenario.accumulation,
             tensor_ranks=layout.tp if te else 1,
+            one_length=te and layout.pp > 1 and "varlen" not in layout.options,
             transformer_engine=te,
         )
 

@@ -44,8 +44,8 @@ def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str
         return f"{recipe} is judged for supervised fine-tuning without adapters only; leave it out"
     if scenario.tier.is_loss_scaled:
         return "the loss scale of fp16 moves what float8 rounds; use bf16"
-    if layout != Layout(dp=layout.dp, tp=layout.tp, zero=layout.zero, options=layout.options):
-        return f"beside {recipe} only dp, tp and zero are built into this backend; leave other axes out"
+    if layout != Layout(dp=layout.dp, tp=layout.tp, pp=layout.pp, zero=layout.zero, options=layout.options):
+        return f"beside {recipe} only dp, tp, pp and zero are built into this backend; leave other axes out"
     if others := {*layout.options} - BESIDE - {recipe}:
         return f"{', '.join(sorted(others))} is not built into this backend beside {recipe}; leave it out"
     cut = {"intermediate_size": shape.ffn, "heads x head_dim": shape.attended}  # shared out among tp ranks
@@ -63,6 +63,8 @@ def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str
     if "fp8ends" in layout.options:
         if recipe == "fp8delayed":
             return "Megatron's delayed scaling leaves no layers out; leave fp8ends out, or use fp8tensor"
+        if layout.pp > 1:
+            return "the layers that fp8ends leaves out are of two stages, which is not built in; use pp1"
         if model_config(scenario).get("num_hidden_layers", 0) < 3:
             return "fp8ends leaves the first and the last layer out, and the model has no other; leave it out"
     return ""

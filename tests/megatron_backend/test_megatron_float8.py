@@ -67,7 +67,9 @@ def cell(
         ("sft-packed", "dp2.te.fp8row", "fp32", {}, "use te with fp8tensor, fp8delayed, fp8block, or fsdp2"),
         ("grpo", "dp2.te.fp8tensor", "bf16", {}, "supervised fine-tuning without adapters"),
         ("sft-packed", "dp2.te.fp8tensor", "fp16", {}, "use bf16"),
-        ("sft-packed", "pp2.te.fp8block", "fp32", {}, "only dp, tp and zero are built .*; leave other axes out"),
+        ("sft-packed", "pp2.te.fp8block", "fp32", {}, ""),
+        ("sft-packed", "pp2.te.fp8block.fp8ends", "fp32", {}, "of two stages, which is not built in; use pp1"),
+        ("sft-packed", "pp2.vpp2.te.fp8block", "fp32", {}, "only dp, tp, pp and zero are built .*; leave other axes"),
         (
             "sft-packed",
             "dp2.tp2.te.fp8block",
@@ -423,7 +425,7 @@ OTHER = ONE | {"float8_amaxes": [[2.0, 3.0], [2.0, 2.0]]}
             for recipe in RECIPES
         ),
         ("fp8delayed", {"float8_casts": casts("fp8delayed", own=False)}, {"scales are those that updates gave"}),
-        ("fp8delayed", {"float8_scales": "other"}, {"ranks scale alike"}),
+        ("fp8delayed", {"float8_scales": "other"}, {"ranks scale alike", "histories hold the largest"}),
         *(
             ("fp8delayed", {"float8_scale_ratios": ratios}, {"scales follow from the histories"})
             for ratios in ([0.5, 1.0], [1.0, 1.01], [1.0, math.nan], ["nan", 1.0], [])
@@ -447,8 +449,32 @@ def test_casts_are_those_of_the_recipe(recipe: Float8Recipe, rank: dict[str, Any
     assert len(due) == len(wrong)
 
 
-def broken(recipe: str, ranks: list[dict[str, Any]], *, kept: Fraction = Fraction(1), frozen: bool = False) -> set[str]:
-    return {claim for claim, holds, _ in te_claims(recipe, ranks, kept=kept, frozen=frozen) if not holds}
+def broken(
+    recipe: str,
+    ranks: list[dict[str, Any]],
+    *,
+    kept: Fraction = Fraction(1),
+    frozen: bool = False,
+    stages: int = 1,
+) -> set[str]:
+    claims = te_claims(recipe, ranks, kept=kept, frozen=frozen, stages=stages)
+    return {claim for claim, holds, _ in claims if not holds}
+
+
+def test_stages_have_scales_of_their_own() -> None:
+    cast = {"float8_casts": casts("fp8delayed")}
+    first, second = [ONE | cast, OTHER | cast], [one | cast | {"float8_scales": "of 2"} for one in (ONE, OTHER)]
+    assert not broken("fp8delayed", [*first, *second], stages=2)
+    assert broken("fp8delayed", [*first, *second]) == {"ranks scale alike"}
+    assert broken("fp8delayed", [*first, *first], stages=2) == {"ranks scale alike"}
+    assert broken("fp8delayed", [*first, second[0], second[1] | {"float8_scales": "of 3"}], stages=2) == {
+        "ranks scale alike",
+        "histories hold the largest magnitudes of all ranks",
+    }
+    larger = second[0] | {"float8_amaxes": [[3.5, 3.0], [1.0, 2.0]]}
+    assert broken("fp8delayed", [*first, larger, second[1]], stages=2) == {
+        "histories hold the largest magnitudes of all ranks"
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,5 +1,7 @@
 """The oracle's model of float8: its rounding is that of the formats, and its products are those of the recipe."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_oracle import BATCH, FLOAT64, document, folder, policy_model
@@ -247,6 +249,11 @@ def test_rows_of_megatron_are_filled_up_together() -> None:
     ((first, last),) = variant.micro_batches([rows], batch)
     assert [first.length, last.length] == [17, 31]
     assert last.documents[-1].tokens == (0,) * 7
+    batch_of_stages = replace(batch, rows=(Row(0, (document(0, 9, 2),)), rows[1]))
+    for one_length, lengths in ((False, [16, 32]), (True, [32, 32])):
+        convention = Float8Products(transformer_engine=True, multiple=16, micro_batches=2, one_length=one_length)
+        found = WithFloat8Products(convention).micro_batches([], batch_of_stages)
+        assert [row.length for (row,) in found] == lengths
     apart = WithFloat8Products(Float8Products(multiple=16))
     assert [row.length for (*part,) in apart.micro_batches([rows], batch) for row in part] == [32, 32]
 
