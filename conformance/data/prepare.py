@@ -47,7 +47,8 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
         for role in scenario.objective.roles:
             name = f"{scenario.model_name}{'-' * bool(role.prefix)}{role.prefix}"
             adapted = [] if scenario.lora is None else [dataclasses.asdict(scenario.lora)]
-            model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head, *adapted)}"
+            rounded = [] if scenario.tier.stored is None else [scenario.tier.stored.name]
+            model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head, *adapted, *rounded)}"
             if not model.exists():
                 if not drawn:
                     decoder.check_weights(source)

@@ -206,7 +206,9 @@ def _step(
         if not o.applies(step.step) or is_lost(o, oracle):
             continue
         own, reference = views[o.key], references[o.key]
-        if o.kind in ("tensors", "rows"):
+        # Without masters, weights are rounded more coarsely than updates, which are judged where they are rebuilt.
+        is_hidden = o.rebuilt and directions.precision.stored is not None
+        if o.kind in ("tensors", "rows") and not is_hidden:
             directions.add(o, step.step, own, reference)
         if o.key in without_rows:
             yield from _scalar_of_rows(o, step, oracle, observables, views, references)
@@ -227,7 +229,8 @@ def _step(
             yield from _rows(o, step.step, own.tensors, reference.tensors, references[o.scale or o.key].tensors)
         elif o.change:
             moved, expected = own.since(start.own[o.key]), reference.since(start.reference[o.key])
-            yield from moved.errors(expected, o, step.step)
+            errors = moved.errors(expected, o, step.step)
+            yield from (m for m in errors if not is_hidden or math.isinf(m.error))
         else:
             yield from own.errors(reference, o, step.step, leeway=leeway)
         yield from _replicas(o, step, layout)

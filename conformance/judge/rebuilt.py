@@ -144,7 +144,7 @@ def rebuilt_updates(
     """
     declared = [o for o in oracle.observables if o.rebuilt]
     for key in dict.fromkeys(o.key for o in declared):
-        steps = list(_steps(phases, oracle, scenario, [o for o in declared if o.key == key]))
+        steps = list(update_steps(phases, oracle, scenario, [o for o in declared if o.key == key]))
         clipped: dict[int, dict[str, _Clipped]] = defaultdict(dict)
         names = dict.fromkeys(name for step in steps for name in step.after.tensors)
         trained = {name for step in steps for name in (*step.unread, *step.gradients.tensors)}
@@ -157,7 +157,7 @@ def rebuilt_updates(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class UpdateStep:
     """The inputs for rebuilding a step. first: it begins a phase with a new optimizer. before, after: the weights.
     factor: the clipping factor of the gradients. known: whether the state of the optimizer is known before it.
     unread: the names of gradients that were not read. expected: the oracle's gradients. norms: the reported norm and
@@ -185,7 +185,7 @@ class _Step:
 def _of_matrix(
     name: str,
     parts: Sequence[str],
-    steps: Sequence[_Step],
+    steps: Sequence[UpdateStep],
     scenario: Scenario,
     variant: Variant,
     clipped: Mapping[int, dict[str, "_Clipped"]],
@@ -199,7 +199,7 @@ def _of_matrix(
     def has(view: TensorView) -> bool:
         return all(part in view.tensors for part in parts)
 
-    known, together = False, list[_Step]()
+    known, together = False, list[UpdateStep]()
     for step in steps:
         if step.first:
             dims = step.before.elements[parts[0]].ndim if has(step.before) else 0
@@ -260,7 +260,7 @@ def _of_matrix(
                         zip(gradient.split(rows), rounded.split(rows), strict=True) if rows else [(gradient, rounded)]
                     )
                     clipped[step.step] |= {
-                        part: _clipped(step, part, *pair) for part, pair in zip(parts, pairs, strict=True)
+                        part: clipped_gradient(step, part, *pair) for part, pair in zip(parts, pairs, strict=True)
                     }
             elif first.first and isinstance(optimizer, AdamW):  # whose first update does not depend on moments
                 at = step
@@ -270,7 +270,7 @@ def _of_matrix(
                     tensor=rebuilt + over + AGAINST_REBUILT,
                     step=at.step,
                     error=finite(error.max().item()),
-                    where=_where(step, parts[0], int(error.argmax()), after),
+                    where=place_in_weight(step, parts[0], int(error.argmax()), after),
                     fixed=bound,
                 )
             together = []
@@ -314,7 +314,7 @@ class _Clipped:
     error: Measurement | None
 
 
-def _clipped(step: _Step, name: str, gradient: torch.Tensor, rounded: torch.Tensor) -> _Clipped:
+def clipped_gradient(step: UpdateStep, name: str, gradient: torch.Tensor, rounded: torch.Tensor) -> _Clipped:
     reference, error = step.expected.tensors.get(name), None
     if reference is not None and reference.shape == gradient.shape:
         floor = step.expected.floor
@@ -324,7 +324,7 @@ def _clipped(step: _Step, name: str, gradient: torch.Tensor, rounded: torch.Tens
     return _Clipped(norm=gradient.norm().item(), error=error)
 
 
-def _read_in_moments(step: _Step, clipped: Mapping[str, _Clipped], scenario: Scenario) -> Iterator[Measurement]:
+def _read_in_moments(step: UpdateStep, clipped: Mapping[str, _Clipped], scenario: Scenario) -> Iterator[Measurement]:
     """Measures gradients that were not read: those that entered the moments, ``clipped``, with the clipping undone.
 
     The reported norm says how large they were before, so a wrong clip is told from wrong gradients: by the right clip
@@ -360,9 +360,9 @@ def _shares(config: OptimizerConfig) -> tuple[float, ...]:
     return (1.0,) if config.name == "sgd" else (1 - config.betas[0], *of_muon)
 
 
-def _steps(
+def update_steps(
     phases: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
-) -> Iterator[_Step]:
+) -> Iterator[UpdateStep]:
     key = weights[0].key
     prefix = key.removesuffix("weight")
     gradient = f"{prefix}gradient"
@@ -391,7 +391,7 @@ def _steps(
                 known = known and (is_unread(key, step.line) or trained <= after.keys())
                 read = [*gradients.items(), *((name, after[name]) for name in trained & after.keys())]
                 known = known and all(name in shapes and t.shape == shapes[name] for name, t in read)
-            yield _Step(
+            yield UpdateStep(
                 step=step.step,
                 stage=next(o.stage for o in weights if o.applies(step.step)),
                 first=first,
@@ -457,17 +457,17 @@ def _reported(own: float | None, norm: float, elements: int, master: FloatFormat
     return own if abs(own - norm) <= tolerance * norm else norm
 
 
-def _unchanged(step: _Step, name: str) -> Measurement:
+def _unchanged(step: UpdateStep, name: str) -> Measurement:
     """Measures the largest relative change of a weight, of the sample and the rows if sketched; none is allowed."""
     before, after = step.before.elements[name].double(), step.after.elements[name].double()
     change = (after - before).abs() / before.abs().clamp(min=torch.finfo(torch.float64).tiny)
-    where, error = _where(step, name, int(change.argmax()), change), finite(change.max().item())
+    where, error = place_in_weight(step, name, int(change.argmax()), change), finite(change.max().item())
     if not error:
         error, where = step.after.changed_row(step.before, name)
     return Measurement(stage=step.stage, tensor=name + UNCHANGED, step=step.step, error=error, where=where, fixed=0.0)
 
 
-def _where(step: _Step, name: str, at: int, compared: torch.Tensor) -> str:
+def place_in_weight(step: UpdateStep, name: str, at: int, compared: torch.Tensor) -> str:
     """Returns the index in its weight of element ``at`` of the compared tensor, which may be a sample."""
     shape = step.after.shape_of(name, step.after.tensors[name])
     if compared.shape == shape or name not in step.after.samples:  # of parts, the index in the whole matrix

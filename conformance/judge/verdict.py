@@ -38,6 +38,7 @@ from conformance.judge.rounding import (
     measure_accumulation_precision,
     measure_row_precision,
 )
+from conformance.judge.stored_updates import not_rebuilt, stored_updates
 from conformance.judge.tolerance import (
     Measurement,
     allowed_errors,
@@ -169,7 +170,9 @@ def judge(
     limited = frozenset[str]() if coarse else gradients
     made = len(noise)
     noise = decided_alike(noise, oracle, precision)
-    runs = [_judged_rows(measure([run], oracle, without_rows=without_rows), coarse) for run in noise]
+    rounded = scenario.tier.stored is not None
+    judged_rows = partial(_judged_rows, coarse=coarse, rounded=rounded)
+    runs = [judged_rows(measure([run], oracle, without_rows=without_rows)) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, limited)]
     steps = [[step for phase in phases for step in phase.steps]] if scenario.tier.is_exact else usable
@@ -185,11 +188,12 @@ def judge(
     )
     leeway = leeway_of_rows(usable, oracle, bounds_of(rounding))
     sizes = sizes_of(oracle)
+    rebuild = stored_updates if scenario.tier.stored else rebuilt_updates
     found = [
-        *_judged_rows(measure(phases, oracle, leeway=leeway, without_rows=without_rows), coarse),
+        *judged_rows(measure(phases, oracle, leeway=leeway, without_rows=without_rows)),
         *configurations(phases, scenario, sizes),
         *rebuilt_losses(phases, oracle, scenario),
-        *rebuilt_updates(phases, oracle, scenario, variant_of(defects)),
+        *rebuild(phases, oracle, scenario, variant_of(defects)),
         *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),
         *measure_row_precision(phases, noise, observables),
     ]
@@ -223,11 +227,14 @@ def judge(
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []
     notes += ["not judged: single rows, because float8 rounds them too coarsely"] if coarse else []
+    notes += ["not judged: single rows after the first update, which rounds weights"] if rounded else []
     listed = unproven(phases, scenario, sizes)
     if not scenario.tier.is_exact and any(map(is_routing, observables)):
         listed.append(f"which experts are chosen, which backends are told in {precision}")
     if coarse:
         listed.append("anything but gross faults, because float8 amplifies rounding below the exact tier")
+    if rounded and (steps_left := not_rebuilt(phases, found, observables)):
+        listed.append(f"updates of steps {', '.join(map(str, steps_left))}, which are not rebuilt")
     if muon_within_noise(found):
         listed.append("update of matrices by Muon")
     if not verdict.findings:
@@ -243,9 +250,10 @@ def judge(
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the reference", *more]))
 
 
-def _judged_rows(measured: Iterable[Measurement], coarse: bool) -> list[Measurement]:
-    """Leaves worst rows out if numbers are rounded so coarsely that the noise of some row is no less than the row."""
-    return [one for one in measured if not (coarse and one.of_row)]
+def _judged_rows(measured: Iterable[Measurement], coarse: bool, rounded: bool = False) -> list[Measurement]:
+    """Leaves worst rows out if numbers are rounded so coarsely that the noise of some row is no less than the row: all
+    if ``coarse``, and if an update has ``rounded`` the weights."""
+    return [one for one in measured if not (one.of_row and (coarse or (rounded and one.step > 0)))]
 
 
 def _sketched(names: Sequence[str]) -> list[str]:

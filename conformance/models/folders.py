@@ -92,7 +92,8 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     [-role.noise, role.noise] and depends on the seed, the role and the name of the tensor. A value model has
     ``score.weight`` (1, hidden) instead of the output embedding, and the configuration of transformers' sequence
     classification with one label. With LoRA, the policy's adapter is written into the folder ADAPTER of ``out``, the
-    base is rounded to bf16, and a frozen reference is the base without the adapter.
+    base is rounded to bf16, and a frozen reference is the base without the adapter. Weights are rounded to bf16 as well
+    if parameters are stored in it.
 
     Raises UsageError for an unusable folder (see ``check_model_folder``) or one without safetensors weights, for an
     adapter that does not fit the model, and if ``out`` contains files.
@@ -104,17 +105,17 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     if any(out.iterdir()):
         raise UsageError(f"{out} is not empty, and its files are not overwritten; give a new folder")
     shutil.copytree(model, out, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
-    is_base = is_base_of(scenario, role)
+    is_rounded = is_base_of(scenario, role) or scenario.tier.stored is not None
     key = key_of(scenario, role)
     if scenario.lora and role == POLICY:
         write_adapter(out / ADAPTER, scenario.lora, weight_shapes(model), key=key)
     twins = _twins(files)
     for file in files:
         is_as_given = role.head == "causal" and key == "0"  # a value model has no head for logits
-        if is_as_given and not (is_base and _has_more_digits(file)):
+        if is_as_given and not (is_rounded and _has_more_digits(file)):
             (out / file.name).symlink_to(file)
         else:
-            _perturb(file, out / file.name, key=key, twins=twins, role=role, rounded=is_base)
+            _perturb(file, out / file.name, key=key, twins=twins, role=role, rounded=is_rounded)
     if role.head == "value":
         _make_value_model(out, key=key)
     return out

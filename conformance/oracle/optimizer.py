@@ -30,6 +30,20 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
+def spacing(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns the distance of neighbouring numbers with ``bits`` significant bits around each element of ``x``."""
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - bits)
+
+
+def rounded_at_random(x: torch.Tensor, bits: int, generator: torch.Generator) -> torch.Tensor:
+    """Rounds each element to one of its two neighbours, with probabilities that make the expected value exact
+    (arXiv 1502.02551, section 3)."""
+    unit = spacing(x, bits)
+    below = (x / unit).floor()
+    above = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) < x / unit - below
+    return unit * (below + above)
+
+
 class Sgd:
     """Updates w <- w - lr b, b <- momentum b + g, and b = g at the first step, as torch does (no dampening, no decay).
 
@@ -90,6 +104,11 @@ class AdamW:
             decay = self._config.weight_decay if self._variant.decays(weight.ndim >= 2) else 0.0
             updated[name] = weight - lr * (m_hat / (v_hat.sqrt() + self._config.eps) + decay * weight)
         return updated
+
+    @property
+    def moments(self) -> tuple[Weights, Weights]:
+        """Returns the first and the second moments, which an optimizer without masters rounds after a step."""
+        return self._first, self._second
 
     def size(self, gradient: torch.Tensor, name: str, lr: float) -> torch.Tensor:
         """Steps with the absolute values of a gradient; returns the update, whose terms do not cancel then."""

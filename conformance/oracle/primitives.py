@@ -31,7 +31,9 @@ class Policy:
     and optimizer. fused: use torch's attention kernel, which most backends run below the exact tier and which rounds
     differently from the plain formula. tokens: the least number of tokens in a product with a layer's matrix; missing
     tokens are filled with zeros (in_products_of). lookups: the number of micro-batches of a step, of all data-parallel
-    ranks, each of which adds up the gradients of its embeddings at once (OneLookup); 0: each document does.
+    ranks, each of which adds up the gradients of its embeddings at once (OneLookup); 0: each document does. stored: the
+    dtype to which gradients and the results of an update are rounded, weights at random if ``stochastic``; None: they
+    stay in ``stable``.
     """
 
     compute: torch.dtype
@@ -39,6 +41,8 @@ class Policy:
     fused: bool = False
     tokens: int = 0
     lookups: int = 0
+    stored: torch.dtype | None = None
+    stochastic: bool = False
 
     @property
     def before_updates(self) -> "Policy":

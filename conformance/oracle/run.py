@@ -10,8 +10,10 @@ with documents that cannot attend to each other.
 """
 
 import contextlib
+import math
 import platform
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +33,15 @@ from conformance.numerics.sketch import kept, sketched_above
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.defects import variant_of
 from conformance.oracle.objectives import rollout_functions_of
-from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer, stacked
+from conformance.oracle.optimizer import (
+    AdamW,
+    LossScale,
+    clip_factor,
+    global_norm,
+    make_optimizer,
+    rounded_at_random,
+    stacked,
+)
 from conformance.oracle.primitives import UNNAMED, UNNAMED_NORM, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import Decoder, bytes_needed, decoder_of, devices_for, is_routed
 from conformance.oracle.step import (
@@ -157,7 +167,13 @@ def header(
 POLICIES: Mapping[str, Policy] = {
     FLOAT64: Policy(torch.float64, torch.float64),
     **{
-        run: Policy(tier.compute.dtype, tier.master.dtype, fused=run == tier.name)
+        run: Policy(
+            tier.compute.dtype,
+            tier.master.dtype,
+            fused=run == tier.name,
+            stored=tier.stored.dtype if tier.stored else None,
+            stochastic=tier.is_stochastic,
+        )
         for tier in PRECISIONS.values()
         for run in noise_runs(tier.name)
     },
@@ -376,7 +392,11 @@ def _train(
                 tensors[f"{model_key(prefix, SHIFTED)}/{EMBEDDING}"] = observed.shifted[model.role.name]
             factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
             groups = scenario.optimizer.matrices(sorted(gradients))
-            _update(model, groups, gradients, factor, lr, is_last=step == scenario.steps - 1)
+            if policy.stored:
+                keeps = _Stored(policy, seed=(scenario.seed, step, policy.fused))
+                _update_stored(model, gradients, factor, lr, keeps)
+            else:
+                _update(model, groups, gradients, factor, lr, is_last=step == scenario.steps - 1)
             tensors |= _kept(model, "weight", model.weights, above)
         writer.step(values, tensors, seconds=time.perf_counter() - step_started)
     return choices
@@ -399,6 +419,34 @@ def _update(
         model.weights |= zip(parts, updated.split(rows) if rows else [updated], strict=True)
         if is_last:
             del model.optimizers[matrix]
+    model.updates += 1
+
+
+class _Stored:
+    """Rounds what an update without masters leaves to the dtype in which it is stored."""
+
+    def __init__(self, policy: Policy, *, seed: tuple[int, int, bool]) -> None:
+        assert policy.stored
+        self._dtype, self._stochastic = policy.stored, policy.stochastic
+        self._generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
+
+    def nearest(self, x: Tensor) -> Tensor:
+        return x.to(self._dtype).to(x.dtype)
+
+    def weight(self, x: Tensor) -> Tensor:
+        bits = 1 - int(math.log2(torch.finfo(self._dtype).eps))
+        return rounded_at_random(x, bits, self._generator) if self._stochastic else self.nearest(x)
+
+
+def _update_stored(model: Model, gradients: Weights, factor: float, lr: float, stored: _Stored) -> None:
+    """Updates weights without masters: clipped gradients, moments and weights are rounded once each."""
+    for name, gradient in gradients.items():
+        optimizer = model.optimizers[name]
+        clipped = stored.nearest(gradient * factor)
+        model.weights[name] = stored.weight(optimizer.step(model.weights, {name: clipped}, lr)[name])
+        assert isinstance(optimizer, AdamW), "backends without masters train with AdamW only"
+        for moments in optimizer.moments:
+            moments[name] = stored.nearest(moments[name])
     model.updates += 1
 
 

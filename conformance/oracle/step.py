@@ -369,6 +369,8 @@ def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weig
             f"step {step}: the gradient of {wrong[0]} and of {len(wrong) - 1} more is not finite in "
             f"{policy.compute}; lower the learning rate, or use a precision with a wider range"
         )
+    if policy.stored:
+        gradients = {name: gradient.to(policy.stored).to(gradient.dtype) for name, gradient in gradients.items()}
     return gradients
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-PrecisionName = Literal["exact", "fp32", "bf16", "bf16-reduce", "fp16"]  # as in files, cell ids and options
+# As in files, cell ids and options.
+PrecisionName = Literal["exact", "fp32", "bf16", "bf16-reduce", "bf16-nearest", "bf16-stochastic", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Precision:
     compute: the format of activations and matrix products.
     master: the format of master weights, optimizer state and records.
     summing: the format in which gradients of micro-batches and ranks are added up.
+    stored: the format of parameters, gradients and moments between two operations, where there are no masters: an
+        update is computed in ``master``, and its results are rounded once. None: in ``master``.
+    is_stochastic: updated parameters are rounded to ``stored`` up or down at random, with probabilities by which the
+        expected value is the exact one; otherwise to the nearest number.
     is_loss_scaled: the loss is multiplied by a dynamic scale, because gradients underflow in ``compute``.
     noise_limit: the largest relative error of a gradient in a single-process run by which a cell can be judged. The
         exact tier has no such runs.
@@ -64,6 +69,8 @@ class Precision:
     compute: FloatFormat
     master: FloatFormat
     summing: FloatFormat
+    stored: FloatFormat | None = None
+    is_stochastic: bool = False
     is_loss_scaled: bool = False
     noise_limit: float
     count_error: float | None = None
@@ -79,6 +86,11 @@ class Precision:
         return self.compute != self.master
 
     @property
+    def kept(self) -> FloatFormat:
+        """Returns the format of parameters and moments."""
+        return self.stored or self.master
+
+    @property
     def half_dtype(self) -> "torch.dtype | None":
         """Returns the dtype to which parameters are cast for computing; None if they stay in the master dtype."""
         return self.compute.dtype if self.is_half else None
@@ -92,6 +104,17 @@ PRECISIONS: Mapping[PrecisionName, Precision] = {
         Precision(name="bf16", compute=BF16, master=F32, summing=F32, noise_limit=1 / 6),
         # FSDP's reduce_dtype=bfloat16, which Accelerate sets for bf16, and Megatron-LM's --grad-reduce-in-bf16.
         Precision(name="bf16-reduce", compute=BF16, master=F32, summing=BF16, noise_limit=1 / 6),
+        # Parameters in bf16 without masters, as FSDP2 trains a model that was loaded in bf16.
+        Precision(name="bf16-nearest", compute=BF16, master=F32, summing=BF16, stored=BF16, noise_limit=1 / 6),
+        Precision(
+            name="bf16-stochastic",  # arXiv 2010.06192; torchao's bf16_stochastic_round
+            compute=BF16,
+            master=F32,
+            summing=BF16,
+            stored=BF16,
+            is_stochastic=True,
+            noise_limit=1 / 6,
+        ),
         Precision(name="fp16", compute=F16, master=F32, summing=F32, noise_limit=0.1, is_loss_scaled=True),
     )
 }

@@ -151,6 +151,8 @@ class DeepspeedBackend(ReferenceBackend):
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        if scenario.tier.stored:
+            return Unsupported(f"{scenario.precision} is built into fsdp2 only; use fsdp2, or bf16")
         if layout.pp > 1:
             return Unsupported("DeepSpeed's pipeline engine is not built in; use pp1")
         if layout.ep > 1:

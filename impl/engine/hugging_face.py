@@ -24,7 +24,7 @@ from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig
 from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
 from impl.engine.adapter import set_dropout
-from impl.engine.optimizers import parameter_groups, torch_optimizer, trained_parameters
+from impl.engine.optimizers import Replicas, parameter_groups, stored_optimizer, torch_optimizer, trained_parameters
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches
 from impl.interface.trainable import Dtype
 from impl.models.export import write_merged, write_model
@@ -51,7 +51,7 @@ class HuggingFaceModel:
         """Builds the model without its numbers; ``prepare`` reads those that this rank holds."""
         self.source = path
         attention = NAME if self.context.ring else None
-        dtype = self.context.config.tier.master.dtype
+        dtype = self.context.config.tier.kept.dtype
         trusted = self.context.config.trust_remote_code
         model = empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
         if "dropout" in self.options:
@@ -70,8 +70,15 @@ class HuggingFaceModel:
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
         groups = self.parameter_groups(model, config)
+        if self.context.config.tier.stored:
+            stochastic = self.context.config.tier.is_stochastic
+            return stored_optimizer(groups, config, stochastic=stochastic, replicas=self.replicas())
         device = "cpu" if "offload" in self.options else self.context.config.device
         return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
+
+    def replicas(self) -> Replicas | None:
+        """Returns how to know parameters that several ranks hold; None if they need not be rounded alike."""
+        return None
 
     def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
         outputs = partial(self.own_outputs, want=want, temperature=temperature)

@@ -4,7 +4,10 @@ The sums of squares for gradient norms are exact to the last digits on a CPU as 
 (docs/findings/torch-norm-on-cpus.md).
 """
 
+import contextlib
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,6 +119,70 @@ def torch_optimizer(
     others = [group for group in groups if MATRICES not in group]
     adamw = torch.optim.AdamW(others, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     return MuonWithAdamW(muon(matrices, config), adamw) if matrices else adamw
+
+
+def stored_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig, *, stochastic: bool, replicas: "Replicas | None"
+) -> torch.optim.Optimizer:
+    """Builds AdamW over parameters without masters: it computes in float32 and rounds its results once, with
+    ``stochastic`` parameters at random, by torchao. ``replicas``: whose parameters are rounded alike; None: each rank
+    draws from its own generator, as torchao does."""
+    if not stochastic:  # torch's other kernels round every intermediate result
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    from torchao.optim import _AdamW  # only these cells need torchao
+
+    class RoundedAlike(_AdamW):  # type: ignore[misc]
+        """Rounds a replica as the others: its random numbers follow from what it holds, not from the rank
+        (docs/findings/torchao-rounded-replicas.md)."""
+
+        param_groups: list[dict[str, Any]]
+
+        def step(self, closure: None = None) -> None:
+            groups = self.param_groups
+            for number, group in enumerate(groups):
+                for region, parameters in by_region(group["params"], replicas).items():
+                    self.param_groups = [group | {"params": parameters}]
+                    count = int(self.state[parameters[0]].get("step", 0))
+                    with numbers_of(replicas, region, (number, count)):
+                        super().step()
+            self.param_groups = groups
+
+    lr = torch.tensor(config.lr, dtype=torch.float64)  # torchao would make a float32 of a number
+    optimizer: torch.optim.Optimizer = RoundedAlike(
+        groups, lr=lr, betas=config.betas, eps=config.eps, bf16_stochastic_round=True
+    )
+    return optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Says which parameters several ranks hold. region: names the part of a parameter that this rank holds. seed: the
+    same on all ranks."""
+
+    region: Callable[[Parameter], str]
+    seed: int
+
+
+def by_region(parameters: Iterable[Parameter], replicas: Replicas | None) -> dict[str, list[Parameter]]:
+    """Groups parameters by the part that this rank holds."""
+    found: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(replicas.region(parameter) if replicas else "", []).append(parameter)
+    return found
+
+
+@contextlib.contextmanager
+def numbers_of(replicas: Replicas | None, region: str, place: tuple[int, int]) -> Iterator[None]:
+    """Draws numbers that follow from the region and from ``place``, the group of parameters and the number of updates.
+
+    On a CPU torchao's update is not compiled, which would take a minute.
+    """
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    eager = contextlib.nullcontext() if gpus else torch.compiler.set_stance("force_eager")
+    with eager, torch.random.fork_rng(devices=gpus) if replicas else contextlib.nullcontext():
+        if replicas:
+            torch.manual_seed(zlib.crc32(repr((replicas.seed, region, place)).encode()))
+        yield
 
 
 def muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Muon:

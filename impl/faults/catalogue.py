@@ -13,6 +13,7 @@ from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
+from impl.faults.rounding import ROUNDING_FAULTS
 from impl.faults.training_step import MEANS_FAULTS, STEP_FAULTS
 
 SEAMS: Mapping[str, str] = {
@@ -84,6 +85,8 @@ SEAMS: Mapping[str, str] = {
     "orthogonalize": "(matrix, coefficients, steps, eps) -> the matrix that Muon updates by",
     "set_muon": "(settings of megatron-core, optimizer, shape): sets Megatron's Muon",
     "gather_owned": "(gather): gathers the parameters that ranks of the layer-wise optimizer own and have updated",
+    "round_at_random": "(float32 tensor, which may be a DTensor) -> its stochastic rounding to bf16",
+    "numbers_of": "(replicas or None, part of parameters, place) -> context in which their rounding draws numbers",
     "adjust_rate": "(learning rate, name of the adjustment, shape) -> learning rate of a matrix under Muon",
     "restore_state": "(Muon beside AdamW, state): takes the state of a checkpoint",
     "advance_schedule": "(trainable): runs after each optimizer step",
@@ -187,6 +190,7 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "Engines that accumulate, reduce and clip by themselves": ENGINE_FAULTS,
     "Optimizer and accumulation precision": OPTIMIZER_FAULTS,
     "Muon of Megatron": MEGATRON_MUON_FAULTS,
+    "Parameters in bf16 without masters": ROUNDING_FAULTS,
     "Overflow in fp16": OVERFLOW_FAULTS,
     "Context parallelism": RING_FAULTS,
     "Model families": ARCHITECTURE_FAULTS,

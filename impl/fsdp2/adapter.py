@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
+from conformance.core.packages import package_version
 from conformance.spec.conventions import Conventions, Float8Products, model_config
 from conformance.spec.known_defects import ExpectedDifference, LostEmbeddingGradient, ResummedHeadNorms, Unmodelled
 from conformance.spec.layout import Layout
@@ -142,6 +143,8 @@ class Fsdp2Backend(ReferenceBackend):
             "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:gradient_reduce_preprocessing"
         ),
         "shard_optimizer": "impl.fsdp2.megatron_fsdp:shard_optimizer",
+        "round_at_random": "torchao.optim.adam:_fp32_to_bf16_sr",
+        "numbers_of": "impl.engine.optimizers:numbers_of",
         "orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
         "adjust_rate": "torch.optim._muon:_adjust_lr",
         "restore_state": "impl.engine.optimizers:MuonWithAdamW.__setstate__",
@@ -170,6 +173,8 @@ class Fsdp2Backend(ReferenceBackend):
         if layout.pp > 1 and (refused := _stages_support(scenario, layout)):
             return Unsupported(refused)
         if scenario.optimizer.name == "muon" and (refused := _muon_support(scenario, layout)):
+            return Unsupported(refused)
+        if scenario.tier.stored and (refused := _stored_support(scenario, layout)):
             return Unsupported(refused)
         if layout.hpz > 1:
             return Unsupported("only DeepSpeed keeps second copies of weights (hpZ); leave hpz out")
@@ -283,6 +288,29 @@ def _muon_support(scenario: Scenario, layout: Layout) -> str:
         )
     if layout.pp * layout.ep > 1 or layout.float8:
         return "Muon beside pp, ep and float8 is not built into this backend; leave them out, or use adamw"
+    return ""
+
+
+def _stored_support(scenario: Scenario, layout: Layout) -> str:
+    """Explains why a cell cannot be trained without masters; empty if it can."""
+    kind, precision = model_config(scenario).get("model_type"), scenario.precision
+    if scenario.optimizer.name != "adamw":
+        return f"{precision} is built in for AdamW only; use adamw, or bf16"
+    if scenario.objective.kind != "sft" or scenario.lora:
+        return f"{precision} is judged for supervised fine-tuning without adapters only; use bf16"
+    if quirks_of(kind).has_routers or not quirks_of(kind).has_plan:
+        return f"{precision} is judged for dense models of known families only; use bf16"
+    if layout != Layout(dp=layout.dp, rep=layout.rep, tp=layout.tp, options=layout.options):
+        return f"in {precision} only dp, rep and tp are built into this backend; leave other axes out, or use bf16"
+    if others := {*layout.options} - {"plan", "ckpt", "manual"}:
+        return f"{', '.join(sorted(others))} is not built into this backend in {precision}; leave it out, or use bf16"
+    if not scenario.tier.is_stochastic:
+        return ""
+    if find_spec("torchao") is None:
+        return f"{precision} needs torchao, which is not installed; run: pip install 'backend-parity[fp8]'"
+    if is_older("torchao", 0, 18):
+        found = package_version("torchao")
+        return f"torchao {found} is installed, and {precision} is built on 0.18; pip install 'torchao>=0.18'"
     return ""
 
 

@@ -36,6 +36,7 @@ from impl.engine.hugging_face import (
     resolved_optimizer,
 )
 from impl.engine.optimizers import (
+    Replicas,
     freeze_others,
     keeps,
     learning_rates,
@@ -69,6 +70,13 @@ from impl.models.router import routers_of
 def _second(parameter: torch.nn.Parameter) -> ShardAlong:
     """Shards along the second dimension: stacked experts are sharded over ``ep`` along the first."""
     return ShardAlong(1)
+
+
+def region_of(tensor: DTensor) -> str:
+    """Names the part of a tensor that this rank holds."""
+    mesh = tensor.device_mesh
+    place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return ".".join(f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()) or "full"
 
 
 GATHERED_AT_ONCE = 2**22  # elements
@@ -135,7 +143,7 @@ class Fsdp2Model(HuggingFaceModel):
     def _shard(self, model: transformers.PreTrainedModel) -> None:
         mesh = self.reduction_mesh()
         compute = self.context.config.tier.half_dtype
-        # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
+        # Parameters stay float32 (the masters), unless there are none; forward and backward run in ``compute``.
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=self.summing_dtype() if compute else None)
         pinned = self.context.config.device != "cpu"
         offload = CPUOffloadPolicy(pin_memory=pinned) if "offload" in self.options else OffloadPolicy()
@@ -166,6 +174,14 @@ class Fsdp2Model(HuggingFaceModel):
             for name, parameter in named_parameters(model):
                 write_region(cast(DTensor, parameter), name, read)
         del model.unread
+
+    def replicas(self) -> Replicas | None:
+        layout = self.context.config.layout
+        if layout.rep == layout.tp == 1:
+            return None
+        seed = [torch.initial_seed()]
+        dist.broadcast_object_list(seed, src=0)
+        return Replicas(region=lambda parameter: region_of(cast(DTensor, parameter)), seed=seed[0])
 
     def expert_mesh(self) -> DeviceMesh:
         """Returns the mesh of the ranks that hold the same experts."""
@@ -290,7 +306,11 @@ class Fsdp2Model(HuggingFaceModel):
             coefficient = dtensors.clip_coefficient(total, self.max_grad_norm)
             with torch.no_grad():
                 local = [g.to_local() for g in gradients]
-            torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
+            if self.context.config.tier.stored:
+                for gradient in local:  # torch._foreach_mul_ would round the factor to the dtype of gradients
+                    gradient.mul_(float(coefficient))
+            else:
+                torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
         return total
 
     def advance_schedule(self) -> None:
@@ -325,10 +345,7 @@ class Fsdp2Model(HuggingFaceModel):
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
         for name, tensor in self._named(kind):
-            mesh = tensor.device_mesh
-            place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
-            cut = [f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()]
-            yield Shard(name, ".".join(cut) or "full", tensor.to_local())
+            yield Shard(name, region_of(tensor), tensor.to_local())
         for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
             yield Shard(name, "full", buffer)
 

@@ -4,43 +4,25 @@ torchao is in no environment of the suite, because transformers imports it where
 second in each process. scripts/third-opinion fetches it into a folder, and only these tests put that on the path.
 """
 
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from cells import assert_honest, cell_of
+from cells import assert_honest, cell_of, session_with
 
 from conformance.backends.faults import catalogue
 from conformance.matrix.cell import Handover
-from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.fsdp2 import float8
 
-FOLDER = Path(__file__).resolve().parents[2] / ".third-opinion"
 STEPS_OF = {"scales-of-first-update": 3, "stale-transposed-weight": 2}
 OF_TORCHAO = {fault.name: fault.cells.layouts["fsdp2"] for fault in FLOAT8_FAULTS if "fsdp2" in fault.cells.layouts}
 OF_DELAYED = [name for name, layout in OF_TORCHAO.items() if layout == "dp2.fp8delayed"]
 # Six micro-batches, so that the first magnitudes leave the histories of four.
 LONGER = {"steps": 2, "accumulation": 3, "rows": 24}
-
-
-@contextmanager
-def session_with(package: str, out: Path) -> Iterator[Session]:
-    """A session whose ranks import torchao from this folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        others = [path for path in sys.path if not path.startswith(str(FOLDER / "torchao"))]
-        patch.setattr(sys, "path", [*others, str(FOLDER / package)])  # ranks inherit it
-        if find_spec("torchao") is None:
-            pytest.skip("torchao is not here; scripts/third-opinion fetches it")
-        with Session(SessionConfig(out=out)) as session:
-            yield session
 
 
 @pytest.fixture

@@ -69,7 +69,8 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one(
         ({"models": '"llama"'}, "cells.0.models: must be a list (got 'llama')"),
         (
             {"precisions": '["fp99"]'},
-            "cells.0.precisions.0: Input should be 'exact', 'fp32', 'bf16', 'bf16-reduce' or 'fp16'",
+            "cells.0.precisions.0: Input should be 'exact', 'fp32', 'bf16', 'bf16-reduce', 'bf16-nearest', "
+            "'bf16-stochastic' or 'fp16'",
         ),
     ],
 )

@@ -2,7 +2,8 @@
 
 The loss of the first step, the usual check, misses most of them. Faults of reinforcement learning are in
 tests/faults/test_faults_rl.py, of checkpoint transfer in tests/faults/test_faults_handover.py, of merged adapters in
-tests/engine/test_lora.py, of float8 in tests/cells/test_cells_float8.py, and of Megatron's Muon in
+tests/engine/test_lora.py, of float8 in tests/cells/test_cells_float8.py,
+of training without masters in tests/cells/test_cells_stored.py, and of Megatron's Muon in
 tests/megatron_backend/test_megatron_muon.py.
 """
 
@@ -28,6 +29,7 @@ from impl.faults.float8 import FLOAT8_FAULTS
 from impl.faults.models import MERGE_FAULTS
 from impl.faults.optimizer import MEGATRON_MUON_FAULTS, OVERFLOW_FAULTS
 from impl.faults.resume import RESUME_FAULTS
+from impl.faults.rounding import ROUNDING_FAULTS
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
 ELSEWHERE = (
@@ -35,6 +37,7 @@ ELSEWHERE = (
     *RESUME_FAULTS,
     *MERGE_FAULTS,
     *FLOAT8_FAULTS,
+    *ROUNDING_FAULTS,
     *MEGATRON_MUON_FAULTS,
 )  # in test files of their own
 # By backend and fault: scenario, model, layout.

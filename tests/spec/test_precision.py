@@ -12,6 +12,7 @@ from conformance.oracle.primitives import Policy
 from conformance.oracle.run import POLICIES
 from conformance.runner.session import Session
 from conformance.spec.precision import (
+    BF16,
     HALF_PRECISIONS,
     PRECISIONS,
     FloatFormat,
@@ -36,13 +37,15 @@ def test_formats_agree_with_torch(number_format: FloatFormat) -> None:
 
 
 def test_values_that_verdicts_depend_on() -> None:
-    assert HALF_PRECISIONS == ("bf16", "bf16-reduce", "fp16")
+    assert HALF_PRECISIONS == ("bf16", "bf16-reduce", "bf16-nearest", "bf16-stochastic", "fp16")
     assert [name for name, tier in PRECISIONS.items() if tier.is_exact] == ["exact"]
     assert [name for name, tier in PRECISIONS.items() if tier.is_loss_scaled] == ["fp16"]
     assert {name: tier.noise_limit for name, tier in PRECISIONS.items() if noise_runs(name)} == {
         "fp32": 1e-4,
         "bf16": 1 / 6,
         "bf16-reduce": 1 / 6,
+        "bf16-nearest": 1 / 6,
+        "bf16-stochastic": 1 / 6,
         "fp16": 0.1,
     }
     assert {name: tier.count_error for name, tier in PRECISIONS.items() if tier.count_error} == {
@@ -54,13 +57,22 @@ def test_values_that_verdicts_depend_on() -> None:
         "fp32": (24, 2.0**-24),
         "bf16": (8, 2.0**-24),
         "bf16-reduce": (8, 2.0**-24),
+        "bf16-nearest": (8, 2.0**-24),
+        "bf16-stochastic": (8, 2.0**-24),
         "fp16": (11, 2.0**-24),
     }
 
 
-def test_gradients_are_added_up_in_the_master_format_but_in_one_precision() -> None:
-    assert [name for name, tier in PRECISIONS.items() if tier.summing != tier.master] == ["bf16-reduce"]
-    assert PRECISIONS["bf16-reduce"].summing == PRECISIONS["bf16-reduce"].compute
+def test_gradients_are_added_up_in_the_master_format_but_in_some_precisions() -> None:
+    others = {name: tier for name, tier in PRECISIONS.items() if tier.summing != tier.master}
+    assert list(others) == ["bf16-reduce", "bf16-nearest", "bf16-stochastic"]
+    assert all(tier.summing == tier.compute for tier in others.values())
+
+
+def test_parameters_are_stored_in_the_compute_format_where_there_are_no_masters() -> None:
+    found = {name: (tier.kept, tier.is_stochastic) for name, tier in PRECISIONS.items() if tier.stored}
+    assert found == {"bf16-nearest": (BF16, False), "bf16-stochastic": (BF16, True)}
+    assert all(tier.kept == tier.master for tier in PRECISIONS.values() if not tier.stored)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +98,14 @@ def test_policies_of_the_oracle() -> None:
         "fp32": Policy(torch.float32, torch.float32, fused=True),
         "bf16": Policy(torch.bfloat16, torch.float32, fused=True),
         "bf16-reduce": Policy(torch.bfloat16, torch.float32, fused=True),
+        "bf16-nearest": Policy(torch.bfloat16, torch.float32, fused=True, stored=torch.bfloat16),
+        "bf16-stochastic": Policy(torch.bfloat16, torch.float32, fused=True, stored=torch.bfloat16, stochastic=True),
         "fp16": Policy(torch.float16, torch.float32, fused=True),
         "fp32-plain": Policy(torch.float32, torch.float32),
         "bf16-plain": Policy(torch.bfloat16, torch.float32),
         "bf16-reduce-plain": Policy(torch.bfloat16, torch.float32),
+        "bf16-nearest-plain": Policy(torch.bfloat16, torch.float32, stored=torch.bfloat16),
+        "bf16-stochastic-plain": Policy(torch.bfloat16, torch.float32, stored=torch.bfloat16, stochastic=True),
         "fp16-plain": Policy(torch.float16, torch.float32),
     } == POLICIES
 
@@ -120,4 +136,5 @@ def test_registry_imports_without_torch() -> None:
 def test_half_dtype_is_the_compute_dtype_of_half_precision_only() -> None:
     found = {name: tier.half_dtype for name, tier in PRECISIONS.items()}
     bf16 = torch.bfloat16
-    assert found == {"exact": None, "fp32": None, "bf16": bf16, "bf16-reduce": bf16, "fp16": torch.float16}
+    halves = dict.fromkeys(HALF_PRECISIONS, bf16) | {"fp16": torch.float16}
+    assert found == {"exact": None, "fp32": None, **halves}

@@ -26,7 +26,8 @@ def test_built_in_scenarios_load_and_survive_json(file: Path) -> None:
     [
         (
             {"precision": "fp8"},
-            r"precision: Input should be 'exact', 'fp32', 'bf16', 'bf16-reduce' or 'fp16' \(got 'fp8'\)",
+            r"precision: Input should be 'exact', 'fp32', 'bf16', 'bf16-reduce', 'bf16-nearest', 'bf16-stochastic' or "
+            r"'fp16' \(got 'fp8'\)",
         ),
         ({"optimizer": {"name": "sgd", "lr": -1}}, r"optimizer.lr: Input should be greater than 0 \(got -1\)"),
         ({"optimizer": {"name": "sgd", "lr": 1, "beta": 1}}, r"optimizer.beta: there is no such key"),

@@ -6,7 +6,10 @@ all rows and micro-batches of the scenario, because noise is measured over them.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from conformance.matrix.cell import Cell, Phase
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.verdict import Verdict
 from conformance.runner.phases import group_config
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.runtime import WorkerGroupConfig
 from conformance.spec.layout import Layout
@@ -55,6 +59,21 @@ def one_of_each_stage(faults: Sequence[Fault], having: Callable[[str], Sequence[
         able = [(backend, fault.name) for fault in faults if fault.stage == stage for backend in having(fault.name)]
         found.add(next((one for one in able if one[0] == [*BACKENDS][turn % len(BACKENDS)]), able[0]))
     return found
+
+
+FOLDER = Path(__file__).resolve().parents[2] / ".third-opinion"
+
+
+@contextmanager
+def session_with(package: str, out: Path) -> Iterator[Session]:
+    """A session whose ranks import torchao from this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        others = [path for path in sys.path if not path.startswith(str(FOLDER / "torchao"))]
+        patch.setattr(sys, "path", [*others, str(FOLDER / package)])  # ranks inherit it
+        if find_spec("torchao") is None:
+            pytest.skip("torchao is not here; scripts/third-opinion fetches it")
+        with Session(SessionConfig(out=out)) as session:
+            yield session
 
 
 def ranks_of(backend: str, size: int) -> WorkerGroupConfig:

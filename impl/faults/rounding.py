@@ -1,0 +1,145 @@
+"""Plants faults in training without float32 masters: parameters in bf16 that are rounded at random after each update.
+
+Single weights stay plausible, and a loss curve of a few steps is the same. Seams are torchao's rounding, which runs
+uncompiled on a CPU, and the context in which it draws numbers.
+"""
+
+import math
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from conformance.backends.faults import FaultCells, Function
+from impl.faults.declaration import STOCHASTIC, STORED, Faults, sft
+
+ROUNDING_FAULTS = Faults(blind=("loss",))
+DRAW = torch.randint
+
+
+def _cells(layout: str = "dp2") -> FaultCells:
+    return sft("sft-packed", "llama", fsdp2=layout, only=STOCHASTIC)
+
+
+@ROUNDING_FAULTS.add(
+    summary="the rounded parameter is overwritten by its nearest bf16 number",
+    source="https://github.com/Nerogar/OneTrainer/issues/994",
+    stage="clipped update",
+    cells=_cells(),
+    needs="stochastic rounding",
+)
+def random_rounding_overwritten(round_at_random: Function, x: Tensor) -> Tensor:
+    round_at_random(x)
+    return x.bfloat16()
+
+
+@ROUNDING_FAULTS.add(
+    summary="float32 is cut off after the digits of bf16",
+    source="https://github.com/ROCm/aiter/issues/5151, of activations",
+    stage="clipped update",
+    cells=_cells(),
+    needs="stochastic rounding",
+)
+def cut_off(round_at_random: Function, x: Tensor) -> Tensor:
+    def none(low: int, high: int, shape: Any, **options: Any) -> Tensor:
+        return torch.full(shape, high - 1, **options)
+
+    return _with_numbers(none, round_at_random, x)
+
+
+@ROUNDING_FAULTS.add(
+    summary="one random number decides about all elements of a parameter",
+    source="https://github.com/karpathy/llm.c/pull/597, where parameters shared the seeds of their elements",
+    stage="clipped update",
+    cells=_cells(),
+    needs="stochastic rounding",
+)
+def one_number_for_a_parameter(round_at_random: Function, x: Tensor) -> Tensor:
+    def one(low: int, high: int, shape: Any, **options: Any) -> Tensor:
+        return DRAW(low, high, (1,), **options).expand(shape)
+
+    return _with_numbers(one, round_at_random, x)
+
+
+@ROUNDING_FAULTS.add(
+    summary="all parameters, ranks and steps draw the same random numbers",
+    source="https://github.com/karpathy/llm.c/pull/597",
+    stage="clipped update",
+    cells=_cells(),
+    needs="stochastic rounding",
+)
+def one_seed_for_all(round_at_random: Function, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found: Tensor = round_at_random(x)
+    return found
+
+
+@ROUNDING_FAULTS.add(
+    summary="ranks that hold other parts of a parameter draw the same random numbers",
+    source="https://github.com/karpathy/llm.c/pull/597, where all shards reused the same seeds",
+    stage="clipped update",
+    cells=_cells(),
+    needs="stochastic rounding, and dp of 2 or more",
+)
+def one_seed_for_all_ranks(numbers_of: Function, replicas: Any, region: str, place: tuple[int, int]) -> Any:
+    from impl.engine.optimizers import Replicas
+
+    return numbers_of(Replicas(region=lambda parameter: "", seed=0), "", place)
+
+
+@ROUNDING_FAULTS.add(
+    summary="each random number decides about two elements",
+    source="https://github.com/meta-pytorch/torchcomms/pull/1364, which splits a number into two halves instead",
+    stage="clipped update",
+    cells=_cells(),
+    needs="stochastic rounding",
+)
+def numbers_used_twice(round_at_random: Function, x: Tensor) -> Tensor:
+    def pairs(low: int, high: int, shape: Any, **options: Any) -> Tensor:
+        count = math.prod(shape)
+        return DRAW(low, high, (-(-count // 2),), **options).repeat_interleave(2)[:count].view(shape)
+
+    return _with_numbers(pairs, round_at_random, x)
+
+
+@ROUNDING_FAULTS.add(
+    summary="replicas of a parameter are rounded by random numbers of their own",
+    source="https://github.com/Nerogar/OneTrainer/pull/804",
+    stage="weight replicas",
+    cells=_cells("dp2.rep2"),
+    needs="stochastic rounding, and replicas (rep of 2 or more)",
+)
+def replicas_rounded_apart(numbers_of: Function, replicas: Any, region: str, place: tuple[int, int]) -> Any:
+    return numbers_of(None, region, place)
+
+
+@ROUNDING_FAULTS.add(
+    summary="weights decay in bf16 before the update, where the decay is less than half a digit",
+    source="https://github.com/Nerogar/OneTrainer/issues/996",
+    stage="clipped update",
+    cells=sft("sft-packed", "llama", fsdp2="dp2", only=STORED),
+    needs="bf16-nearest or bf16-stochastic, and AdamW with weight decay",
+)
+def decay_lost_in_bf16(create_optimizer: Function, trainable: Any, model: Any, config: Any) -> Any:
+    optimizer = create_optimizer(trainable, model, config)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def decay_all(*_: Any) -> None:
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            for parameter in group["params"]:
+                parameter.mul_(1 - float(group["lr"]) * decay)
+
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    optimizer.register_step_pre_hook(decay_all)
+    return optimizer
+
+
+def _with_numbers(draw: Function, round_at_random: Function, x: Tensor) -> Tensor:
+    """Rounds by the numbers that ``draw`` returns instead of torch.randint."""
+    with mock.patch.object(torch, "randint", draw):
+        found: Tensor = round_at_random(x)
+    return found

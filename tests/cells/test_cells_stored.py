@@ -1,0 +1,83 @@
+"""FSDP2 without float32 masters: parameters in bf16, rounded to the nearest number or, by torchao, at random.
+
+scripts/third-opinion fetches torchao into a folder, and only tests of it put that on the path.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+from cells import cell_of, record_of, session_with, slow
+
+from conformance.backends.faults import catalogue
+from conformance.judge.stored_updates import ROUNDED
+from conformance.runner.session import Session
+from conformance.spec.precision import PrecisionName
+from impl.faults.rounding import ROUNDING_FAULTS
+from impl.fsdp2 import adapter
+
+SIZE = {"rows": 24, "accumulation": 3}
+NEAREST: PrecisionName = "bf16-nearest"
+RANDOM: PrecisionName = "bf16-stochastic"
+
+
+@pytest.fixture(scope="module")
+def with_torchao(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with session_with("torchao", tmp_path_factory.mktemp("stored")) as session:
+        yield session
+
+
+def test_rounding_to_the_nearest_number_conforms(session: Session) -> None:
+    cell = cell_of("fsdp2", "sft-packed", "llama", "dp2", NEAREST, steps=3, **SIZE)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    assert "not judged: single rows after the first update" in verdict.reason
+    record = record_of(session, cell)
+    assert {str(tensor.dtype) for tensor in record.loaded.tensors().values()} == {"torch.bfloat16"}
+
+
+@pytest.mark.parametrize("layout", ["dp2", slow("dp1"), slow("dp2.rep2"), slow("tp2"), slow("dp2.tp2")])
+def test_rounding_at_random_conforms(with_torchao: Session, layout: str) -> None:
+    """With three steps one of two updates is read, and the other two are judged together."""
+    verdict = with_torchao.run(cell_of("fsdp2", "sft-packed", "llama", layout, RANDOM, steps=3, **SIZE)).verdict
+    assert verdict.state == "conforms", verdict.reason
+    sums = [quantity for quantity in verdict.quantities if quantity.tensor.startswith(ROUNDED)]
+    assert len({quantity.step for quantity in sums}) == 2
+    assert all(quantity.observed < 1 for quantity in sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [fault.name for fault in ROUNDING_FAULTS])
+def test_fault_is_caught_at_the_predicted_stage(with_torchao: Session, name: str) -> None:
+    place = catalogue()[name].cells
+    cell = cell_of("fsdp2", place.scenario, place.model, place.layouts["fsdp2"], RANDOM, name, steps=1, **SIZE)
+    verdict = with_torchao.run(cell).verdict
+    assert verdict.state == "differs", verdict.reason
+    assert verdict.first_stage == catalogue()[name].stage, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "scenario", "model", "layout", "precision", "reason"),
+    [
+        ("fsdp2", "sft-sgd", "llama", "dp2", NEAREST, "for AdamW only"),
+        ("fsdp2", "grpo", "llama", "dp2", NEAREST, "supervised fine-tuning"),
+        ("fsdp2", "sft-packed", "qwen3-moe", "dp2", NEAREST, "dense models"),
+        ("fsdp2", "sft-packed", "llama", "sp2", NEAREST, "only dp, rep and tp"),
+        ("fsdp2", "sft-packed", "llama", "dp2.offload", NEAREST, "leave it out"),
+        ("deepspeed", "sft-packed", "llama", "dp2.zero1", NEAREST, "use fsdp2, or bf16"),
+        ("megatron", "sft-packed", "llama", "dp2", RANDOM, "use fsdp2, or bf16"),
+    ],
+)
+def test_unsupported_cells_give_advice(
+    session: Session, backend: str, scenario: str, model: str, layout: str, precision: PrecisionName, reason: str
+) -> None:
+    refused = session.refusal(cell_of(backend, scenario, model, layout, precision))
+    assert refused is not None
+    assert refused.state == "unsupported"
+    assert reason in refused.reason
+
+
+def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "find_spec", lambda name: None)
+    cell = cell_of("fsdp2", "sft-packed", "llama", "dp2", RANDOM)
+    refused = adapter.Fsdp2Backend.supports(cell.scenario, cell.phases[0].layout)
+    assert "pip install 'backend-parity[fp8]'" in getattr(refused, "reason", "")
