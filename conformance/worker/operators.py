@@ -219,8 +219,8 @@ def _padded(x: Tensor, dim: int) -> Tensor:
 def te_numbers(x: Any, *, columns: bool) -> bytes:
     """Returns the first numbers of what TransformerEngine multiplies, as they lie in the matrix, of either copy."""
     data, _ = _te_copy(x, columns=columns)
-    corner = (data.T if columns else data)[:_PART, :_PART]
-    return bytes(corner.contiguous().view(torch.uint8).cpu().numpy())
+    numbers = data.view(torch.uint8)
+    return (numbers.T if columns else numbers)[:_PART, :_PART].contiguous().cpu().numpy().tobytes()
 
 
 class DelayedScales:
