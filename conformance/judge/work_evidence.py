@@ -94,12 +94,16 @@ def _te_casts(
     holds = all(found == due for found in observed)
     yield "operands are cast as the recipe says", holds, f"missing or not in the recipe: {shown or 'none'}"
     operands = [{one: sum(cast[-1] for cast in casts if cast[0] == one) for one in OPERANDS} for casts in of_ranks]
-    forward = [Fraction(n["input"] + n["weight"] - n["gradient"], 2) for n in operands]
-    wanted = [kept * rank.get("te", 0) for rank in ranks]
+    # Of each product two operands are counted, and the third kind is none of them.
+    forward, of_input, of_weight = (
+        [Fraction(sum(n.values()), 2) - n[third] for n in operands] for third in ("gradient", "input", "weight")
+    )
+    wanted = [kept * (rank.get("te", 0) + rank.get("again", 0)) for rank in ranks]
     where = f"requested {[*map(float, wanted)]} by rank, observed {[*map(float, forward)]}"
     yield "forward products of these layers are in float8", forward == wanted, where
-    alike = frozen or all(len({*counts.values()}) == 1 for counts in operands)
-    yield "products for gradients are in float8 as well", alike, f"observed operands by rank {operands}"
+    once = [kept * rank.get("te", 0) for rank in ranks]
+    where = f"requested {[*map(float, once)]} each, observed {[*map(float, of_input)]}, {[*map(float, of_weight)]}"
+    yield "products for gradients are in float8 as well", frozen or of_input == of_weight == once, where
     other = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[5])
     yield "backward products multiply by the numbers of forward ones", other == 0, f"observed {other} other operands"
     if recipe == "fp8delayed":
@@ -107,8 +111,8 @@ def _te_casts(
     else:
         by_power = recipe == "fp8block"
         powers = [{one: _of_powers(casts, one) for one in OPERANDS} for casts in of_ranks]
-        # A tensor of zeros has scale 1.
-        holds = all(share == 1 if by_power else share < LEAST for shares in powers for share in shares.values())
+        shares = [share for of_rank in powers for share in of_rank.values() if share is not None]
+        holds = all(share == 1 if by_power else share < LEAST for share in shares) and bool(shares)
         claim = f"scales are {'' if by_power else 'not '}rounded to powers of two"
         yield claim, holds, f"observed shares of powers of two by rank {powers}"
     own = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[4])
@@ -138,10 +142,10 @@ def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int) -> Claims:
     yield "histories hold the largest magnitudes of all ranks", holds, where
 
 
-def _of_powers(casts: Sequence[Any], operand: str) -> float:
-    """Returns the share of an operand's casts whose scales are all powers of two; NaN without any."""
-    of_operand = sum(cast[-1] for cast in casts if cast[0] == operand)
-    return sum(cast[-1] for cast in casts if cast[0] == operand and cast[3]) / of_operand if of_operand else math.nan
+def _of_powers(casts: Sequence[Any], operand: str) -> float | None:
+    """Returns the share of an operand's casts whose scales are all powers of two; None if all are of zeros."""
+    counts = [(cast[3], cast[-1]) for cast in casts if cast[0] == operand and cast[3] is not None]
+    return sum(count for powers, count in counts if powers) / sum(count for _, count in counts) if counts else None
 
 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:

@@ -143,7 +143,7 @@ class Magnitudes:
 
 
 class TEMagnitudes(Magnitudes):
-    """Holds them as TransformerEngine does: the first scale is 1, and a history of zeros leaves the scale as it is.
+    """Holds them as TransformerEngine does: the first scale is 1, and a magnitude of 0 is no part of the history.
 
     once: the operand is cast in the first micro-batch of a step only, as weights are; in others its magnitude is 0.
     """
@@ -159,9 +159,9 @@ class TEMagnitudes(Magnitudes):
         return self._scaled_by
 
     def end_micro_batch(self, *, ends_step: bool) -> None:
-        self._before.append(self._own)
-        largest = torch.stack(tuple(one.to(self._own) for one in self._before)).amax()
-        self._next = torch.where(largest > 0, largest, self._next.to(largest))
+        if self._own > 0:
+            self._before.append(self._own)
+            self._next = torch.stack(tuple(one.to(self._own) for one in self._before)).amax()
         self._is_cast = self._once and not ends_step
         self._own = torch.zeros_like(self._own)
 

@@ -122,16 +122,16 @@ class _Evidence:
     widths, lengths: the last and the last but one dimension of 3-dimensional results, such as logits. linear: dtype and
     count of matrix products of linear layers in forward passes. reduced: group size and number of elements that were
     summed over the group. held_weights: size in bytes and count of the storages that held weights when the gradients
-    were complete. compiled: number of products of linear layers that code of torch.compile made. te: number of
-    those that TransformerEngine made. moved: operation, ranks of the group, pass, number of calls and of elements.
-    work: phase and number of multiplications of the products of linear layers. backwards: number of backward passes
-    with such products. operands: dimensions, elements, sum and norm of each vector that is added or multiplied and of
-    each matrix that a linear layer multiplies by in the first forward pass. rows: the rows of which the rank gave
-    log-probs. step: the optimizer step. changed_by_reading: number of storages of weights that the backend changed
-    while the suite read weights. float8: number of products of operands in float8 that a kernel made. float8_error:
-    their largest distance from the products of the operands, in parts of the magnitudes. float8_casts: of operands of
-    TransformerEngine's products the operand (input, weight or gradient), its format, what has a scale (tensor, rows or
-    squares of 128), whether scales are powers of two, whether they are those of the operand (with delayed scaling: of
+    were complete. compiled: number of products of linear layers that code of torch.compile made. te: number of those
+    that TransformerEngine made. moved: operation, ranks of the group, pass, number of calls and of elements. work:
+    phase and number of multiplications of the products of linear layers. backwards: number of backward passes with such
+    products. operands: dimensions, elements, sum and norm of each vector that is added or multiplied and of each matrix
+    that a linear layer multiplies by in the first forward pass. rows: the rows of which the rank gave log-probs. step:
+    the optimizer step. changed_by_reading: number of storages of weights that the backend changed while the suite read
+    weights. float8: number of products of operands in float8 that a kernel made. float8_error: their largest distance
+    from the products of the operands, in parts of the magnitudes. float8_casts: of operands of TransformerEngine's
+    products the operand (input, weight or gradient), its format, what has a scale (tensor, rows or squares of 128),
+    whether scales are powers of two (null for zeros), whether they are those of the operand (with delayed scaling: of
     the histories), whether what a backward product multiplies again has the numbers of the forward product, and the
     number of casts. float8_scales: SHA-256 of their scales, in order. float8_scale_ratios: the least and the largest
     scale that an update gave, in parts of the one that follows from its history. float8_amaxes: of the first 512
@@ -161,7 +161,7 @@ class _Evidence:
     changed_by_reading: Count = 0
     float8: Count = 0
     float8_error: Annotated[float, Field(ge=0)] = math.inf
-    float8_casts: tuple[tuple[str, str, str, bool, bool, bool, Count], ...] = ()
+    float8_casts: tuple[tuple[str, str, str, bool | None, bool, bool, Count], ...] = ()
     float8_scales: str = ""
     float8_scale_ratios: tuple[float, ...] = ()
     float8_amaxes: tuple[tuple[float, float], ...] = ()

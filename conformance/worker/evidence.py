@@ -177,7 +177,7 @@ class Watch(InPlaceOfLifting):
         self.boundaries = 0
         self.float8, self.float8_error = 0, 0.0
         self.delayed: DelayedScales | None = None
-        self.casts: Counter[tuple[str, str, str, bool, bool, bool]] = Counter()
+        self.casts: Counter[tuple[str, str, str, bool | None, bool, bool]] = Counter()
         self._forward_numbers: set[bytes] = set()  # digests of what TransformerEngine multiplied in forward passes
         self._scales = hashlib.sha256()
         self.drawn: Counter[tuple[str, str, str]] = Counter()
@@ -500,7 +500,7 @@ class Watch(InPlaceOfLifting):
             "boundaries": self.boundaries,
             "float8": self.float8,
             "float8_error": self.float8_error,
-            "float8_casts": [[*cast, count] for cast, count in sorted(self.casts.items())],
+            "float8_casts": [[*cast, count] for cast, count in sorted(self.casts.items(), key=str)],
             "float8_scales": self._scales.hexdigest() if self.casts else "",
             **({"float8_scale_ratios": self.delayed.ratios} if self.delayed and self.delayed.ratios else {}),
             **({"float8_amaxes": self.delayed.amaxes} if self.delayed and self.delayed.amaxes else {}),

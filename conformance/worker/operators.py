@@ -193,13 +193,14 @@ def _te_rows(x: Any, *, columns: bool) -> Tensor:
     return rows * scale
 
 
-def te_cast(x: Any, *, columns: bool) -> tuple[str, str, bool, bool]:
+def te_cast(x: Any, *, columns: bool) -> tuple[str, str, bool | None, bool]:
     """Returns how TransformerEngine has cast an operand: the format, what has a scale of its own (tensor, rows of
-    blocks or squares), whether all scales are powers of two, and whether each scale is that of these numbers: their
-    largest is the end of the format, or of a block at least half of it."""
+    blocks or squares), whether all scales are powers of two (None for zeros, whose scale is 1), and whether each scale
+    is that of these numbers: their largest is the end of the format, or of a block at least half of it."""
     data, scale = _te_copy(x, columns=columns)
     end = torch.finfo(data.dtype).max
-    powers = bool((torch.frexp(scale).mantissa == 0.5).all())
+    is_zero = not data.view(torch.uint8).bitwise_and(127).any()
+    powers = None if is_zero else bool((torch.frexp(scale).mantissa == 0.5).all())
     name = dtype_name(data.dtype).removeprefix("float8_")
     if hasattr(x, "_scale_inv"):
         largest = float(data.float().abs().max())
@@ -228,9 +229,11 @@ class DelayedScales:
 
     ``manager``: its FP8GlobalStateManager, which holds them in ``quantization_state`` from release 2.15 on: for each
     direction ("forward", "backward") and layer a history (micro-batches, operands), whose first row the casts of this
-    rank fill, and the operands' scales. An update reduces this row over ranks, and keeps it as the last one.
+    rank fill, and the operands' scales. An update reduces this row over ranks, and keeps it as the last one. An operand
+    whose magnitude is 0 on all ranks, as that of a weight which is not cast again, keeps history and scale.
 
-    ratios: the least and the largest scale after an update, in parts of the one that follows from the history.
+    ratios: the least and the largest scale after an update, in parts of the one that follows from the history, infinite
+    if the history has lost a magnitude.
     amaxes: the largest magnitude on this rank, and that of all ranks, of the first operands that an update scales.
     """
 
@@ -267,10 +270,13 @@ class DelayedScales:
     def end_update(self, direction: str) -> None:
         history, scales = self._history, self._before[direction][-1]
         after, new = self._now(direction)
-        of_ranks = after[-1]
+        is_left = (history[0] == 0) & (after == history).all(0)
+        of_ranks = torch.where(is_left, 0, after[-1])
         largest = torch.cat([history[1:], of_ranks[None]]).amax(0)
         end = torch.finfo(torch.float8_e4m3fn if direction == "forward" else torch.float8_e5m2).max
-        ratios = new / torch.where(largest > 0, end / largest, scales)
+        ratios = new / torch.where(is_left, scales, end / largest)
+        is_kept = is_left | (after[1:-1] == history[2:]).all(0)
+        ratios = torch.where(is_kept, ratios, torch.inf)
         self.ratios = [min([*self.ratios[:1], float(ratios.min())]), max([*self.ratios[1:], float(ratios.max())])]
         pairs = zip(history[0].tolist(), of_ranks.tolist(), strict=True)
         self.amaxes += [*pairs][: AMAXES_KEPT - len(self.amaxes)]

@@ -271,6 +271,9 @@ def test_a_cast_is_told_by_its_format_scales_and_largest_number() -> None:
     )
     late._data, late._scale_inv = late._data.view(torch.uint8), torch.tensor(0.25)
     assert te_cast(late, columns=False) == ("e4m3fn", "tensor", True, False)
+    zeros = SimpleNamespace(_data=-torch.zeros(48, 64), _transpose=None, _scale_inv=torch.ones(1), _fp8_dtype="E4M3")
+    zeros._data = zeros._data.to(torch.float8_e4m3fn).view(torch.uint8)
+    assert te_cast(zeros, columns=False) == ("e4m3fn", "tensor", None, True)
     for square, what in ((False, "rows"), (True, "squares")):
         y, *_ = in_blocks(drawn(272, 192), square=square)
         assert te_cast(y, columns=False) == te_cast(y, columns=True) == ("e4m3fn", what, True, True)
@@ -306,10 +309,28 @@ class Delayed:
         key, end = ("forward_x", 448.0) if forward else ("backward_x", 57344.0)
         history = self.histories[key]
         history[0] = history[0].clamp(min=self._of_ranks)
-        largest = history.amax(0)
-        self.scales[key].copy_(torch.where(largest > 0, end / largest, self.scales[key]))
-        history.copy_(history.roll(-1, 0))
+        has_own = history[0] > 0
+        self.scales[key].copy_(torch.where(has_own, end / history.amax(0), self.scales[key]))
+        history.copy_(torch.where(has_own, history.roll(-1, 0), history))
         history[0] = 0
+
+
+def test_an_operand_that_is_not_cast_keeps_history_and_scale() -> None:
+    """Its largest magnitude has left the history already, and is that of the scale still."""
+    library = Delayed()
+    watched = DelayedScales(library)
+    for own in (9.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0):
+        library.cast(own, own, own)
+        watched.begin_update("forward")
+        library.update()
+        watched.end_update("forward")
+    assert watched.ratios == pytest.approx([1, 1])
+    assert watched.amaxes[::2] == [(one, one) for one in (9, 1, 1, 1, 0, 0, 2)]
+    watched.begin_update("forward")
+    library.histories["forward_x"][2] = 0
+    library.update()
+    watched.end_update("forward")
+    assert watched.ratios[1] == math.inf
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 1.01])
@@ -400,6 +421,12 @@ def mostly_by_powers(recipe: str) -> Any:
     return [[*cast[:6], 7 if cast[3] else 1] for powers in (False, True) for cast in casts(recipe, powers=powers)]
 
 
+def with_zeros(recipe: str) -> Any:
+    """Of eight gradients six are zero."""
+    found = [[*cast, 2 if cast[0] == "gradient" else count] for *cast, count in casts(recipe)]
+    return [*found, *([*cast[:3], None, *cast[4:-1], 6] for cast in found if cast[0] == "gradient")]
+
+
 # Of a rank with four products forward, and histories of two operands in which another rank had the larger second one.
 ONE = {"float8_scales": "same", "float8_scale_ratios": [1.0, 1.0], "float8_amaxes": [[3.0, 3.0], [1.0, 2.0]], "te": 4}
 OTHER = ONE | {"float8_amaxes": [[2.0, 3.0], [2.0, 2.0]]}
@@ -418,6 +445,10 @@ OTHER = ONE | {"float8_amaxes": [[2.0, 3.0], [2.0, 2.0]]}
             "fp8tensor",
             {"float8_casts": mostly_by_powers("fp8tensor")},
             {"scales are not rounded to powers"},
+        ),
+        *(
+            (recipe, {"float8_casts": with_zeros(recipe)}, set())  # of a micro-batch without targets
+            for recipe in RECIPES
         ),
         ("fp8tensor", {"float8_casts": casts("fp8tensor", own=False)}, {"scales are those of the operands"}),
         *(
@@ -438,7 +469,10 @@ OTHER = ONE | {"float8_amaxes": [[2.0, 3.0], [2.0, 2.0]]}
         # Gradients of weights, or of inputs, are multiplied in high precision
         ("fp8tensor", {"float8_casts": casts("fp8tensor", counts={"input": 4, "gradient": 4})}, {"products for grad"}),
         ("fp8block", {"float8_casts": casts("fp8block", counts={"weight": 4, "gradient": 4})}, {"products for grad"}),
-        ("fp8tensor", {"te": 5}, {"forward products of these layers"}),  # one more in high precision
+        ("fp8tensor", {"te": 5}, {"forward products of these layers", "products for grad"}),  # one in high precision
+        # Layers are recomputed, in float8 or not
+        ("fp8block", {"float8_casts": casts("fp8block", counts={"input": 12, "weight": 12}), "again": 4}, set()),
+        ("fp8block", {"again": 4}, {"forward products of these layers"}),
     ],
 )
 def test_casts_are_those_of_the_recipe(recipe: Float8Recipe, rank: dict[str, Any], wrong: set[str]) -> None:

@@ -150,7 +150,7 @@ def test_a_factor_of_gradients_changes_no_power_of_two_and_every_fixed_scale() -
 
 
 def test_transformer_engine_scales_by_1_at_first_and_casts_weights_once_a_step() -> None:
-    """A history of zeros changes nothing: here that of weights, as four micro-batches in which nothing is cast do."""
+    """A magnitude of zero changes nothing: here those of weights, which are not cast in five of six micro-batches."""
     of_input, of_weight = (TEMagnitudes(4, 448.0, once=once) for once in (False, True))
     inputs, weights = [], []
     for step, own in enumerate((2.0, 8.0)):
@@ -162,6 +162,16 @@ def test_transformer_engine_scales_by_1_at_first_and_casts_weights_once_a_step()
         assert weights[6 * step :] == [weights[6 * step]] * 6, "cast once"
     assert inputs == [448.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0]
     assert weights == [448.0] * 6 + [2.0] * 6
+
+
+def test_weights_are_scaled_by_the_last_steps_in_which_they_were_cast() -> None:
+    """Of three micro-batches each, by the kernel kernel_bulk of TransformerEngine's delayed_scaling.cu."""
+    held, scaled = TEMagnitudes(4, 448.0, once=True), []
+    for own in (8.0, 1.0, 2.0, 1.0, 1.0, 1.0, 0.0, 4.0, 4.0):
+        for batch in range(3):
+            scaled.append(held.largest(torch.tensor(own)).item())
+            held.end_micro_batch(ends_step=batch == 2)
+    assert scaled[::3] == [448.0, 8.0, 8.0, 8.0, 8.0, 2.0, 2.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize("recipe", ["fp8tensor", "fp8block"])
