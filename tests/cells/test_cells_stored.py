@@ -4,13 +4,16 @@ scripts/third-opinion fetches torchao into a folder, and only tests of it put th
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from cells import cell_of, record_of, session_with, slow
 
 from conformance.backends.faults import catalogue
 from conformance.judge.stored_updates import ROUNDED
+from conformance.matrix.cell import Handover
 from conformance.runner.session import Session
+from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from impl.faults.rounding import ROUNDING_FAULTS
 from impl.fsdp2 import adapter
@@ -43,6 +46,18 @@ def test_rounding_at_random_conforms(with_torchao: Session, layout: str) -> None
     sums = [quantity for quantity in verdict.quantities if quantity.tensor.startswith(ROUNDED)]
     assert len({quantity.step for quantity in sums}) == 2
     assert all(quantity.observed < 1 for quantity in sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [NEAREST, RANDOM])
+@pytest.mark.parametrize(("saves", "after"), [("checkpoint", "dp2"), ("state", "tp2"), ("export", "dp2")])
+def test_resumes(with_torchao: Session, precision: PrecisionName, saves: Handover, after: str) -> None:
+    """Moments go on in bf16, and the rounding at random with the generators of the ranks."""
+    cell = cell_of("fsdp2", "sft-warmup", "llama", "dp2", precision, rows=24)
+    first, second = cell.phases
+    phases = (replace(first, save=saves), replace(second, layout=Layout.parse(after)))
+    verdict = with_torchao.run(replace(cell, phases=phases, program=saves)).verdict
+    assert verdict.state == "conforms", verdict.reason
 
 
 @pytest.mark.slow

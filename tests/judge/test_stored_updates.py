@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from conformance.judge.tensor_views import TensorView
 from conformance.judge.tolerance import Measurement
 from conformance.oracle.optimizer import rounded_at_random, spacing
 from conformance.oracle.primitives import HONEST
+from conformance.spec.observables import trained_observables
 from conformance.spec.precision import PrecisionName
 
 SHAPE, BITS, LR = (96, 64), 8, 1e-3
@@ -159,6 +162,18 @@ def test_moments_that_are_not_stored_in_bf16_show() -> None:
         for step in training(at_random, seed=0)
     ]
     assert (UNREAD, "exp_avg_sq of w against rebuilt") in beyond(judged(iter(steps)))
+
+
+def test_steps_that_are_not_rebuilt_are_listed() -> None:
+    """Without moments nothing is known after the two steps that are judged by them."""
+    steps = [replace(step, first_moment=view(None)) for step in training(at_random, seed=0)]
+    found = judged(iter(steps))
+    assert not found, "the first step's weights are not read"
+    lines = [{"unread": ["weight"]}, {"unread": ["gradient"]}, {}, {}]
+    record: Any = SimpleNamespace(steps=[SimpleNamespace(step=n, line=line) for n, line in enumerate(lines)])
+    observables = trained_observables("")
+    assert stored_updates.not_rebuilt([record], found, observables) == [1, 2, 3]
+    assert not stored_updates.not_rebuilt([record], judged(training(at_random, seed=0)), observables)
 
 
 def test_bound_of_a_sum_holds_far_beyond_its_standard_deviation() -> None:
