@@ -81,7 +81,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     A layer is gathered whole, together with the next layer. Parameters outside of layers stay gathered from the
     forward pass to the end of the backward pass.
     """
-    full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
+    full, compute, own = tier.kept.bytes, tier.compute.bytes, cut(shapes, layout.tp)
     is_whole = layout.wrapper == "ddp" or (layout.wrapper == "mfsdp" and layout.zero in (1, 2))
     shards = 1 if is_whole else layout.dp // layout.rep * layout.sp
     sharded = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()}) // layout.pp
