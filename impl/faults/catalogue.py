@@ -85,6 +85,7 @@ SEAMS: Mapping[str, str] = {
     "orthogonalize": "(matrix, coefficients, steps, eps) -> the matrix that Muon updates by",
     "set_muon": "(settings of megatron-core, optimizer, shape): sets Megatron's Muon",
     "gather_owned": "(gather): gathers the parameters that ranks of the layer-wise optimizer own and have updated",
+    "stored_optimizer": "(groups, config, *, stochastic, replicas) -> optimizer of parameters without masters",
     "round_at_random": "(float32 tensor, which may be a DTensor) -> its stochastic rounding to bf16",
     "numbers_of": "(replicas or None, part of parameters, place) -> context in which their rounding draws numbers",
     "adjust_rate": "(learning rate, name of the adjustment, shape) -> learning rate of a matrix under Muon",

@@ -122,8 +122,8 @@ def replicas_rounded_apart(numbers_of: Function, replicas: Any, region: str, pla
     cells=sft("sft-packed", "llama", fsdp2="dp2", only=STORED),
     needs="bf16-nearest or bf16-stochastic, and AdamW with weight decay",
 )
-def decay_lost_in_bf16(create_optimizer: Function, trainable: Any, model: Any, config: Any) -> Any:
-    optimizer = create_optimizer(trainable, model, config)
+def decay_lost_in_bf16(stored_optimizer: Function, groups: Any, config: Any, **options: Any) -> Any:
+    optimizer = stored_optimizer(groups, config, **options)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
 
     @torch.no_grad()

@@ -144,6 +144,7 @@ class Fsdp2Backend(ReferenceBackend):
         ),
         "shard_optimizer": "impl.fsdp2.megatron_fsdp:shard_optimizer",
         "round_at_random": "torchao.optim.adam:_fp32_to_bf16_sr",
+        "stored_optimizer": "impl.engine.hugging_face:stored_optimizer",
         "numbers_of": "impl.engine.optimizers:numbers_of",
         "orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
         "adjust_rate": "torch.optim._muon:_adjust_lr",
