@@ -40,8 +40,9 @@ def rounded_at_random(x: torch.Tensor, bits: int, generator: torch.Generator) ->
     (arXiv 1502.02551, section 3)."""
     unit = spacing(x, bits)
     below = (x / unit).floor()
-    above = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) < x / unit - below
-    return unit * (below + above)
+    # Where a GPU is the default device, numbers are drawn on the generator's all the same.
+    numbers = torch.rand(x.shape, generator=generator, dtype=torch.float64, device=generator.device)
+    return unit * (below + (numbers.to(x.device) < x / unit - below))
 
 
 class Sgd:
