@@ -313,7 +313,11 @@ class _StandInFinder(MetaPathFinder, Loader):
 def _stand_ins(names: Sequence[str]) -> Iterator[None]:
     """Lets absent packages be imported; ``importlib.util.find_spec`` still says that they are not installed."""
     find_spec = importlib.util.find_spec
-    finder = _StandInFinder([name for name in names if name not in sys.modules and find_spec(name) is None])
+    finder = _StandInFinder([name for name in names if sys.modules.get(name) is None and find_spec(name) is None])
+    modules: Any = sys.modules
+    hidden = [name for name in finder.names if name in modules]  # as None, with which an import fails
+    for name in hidden:
+        del modules[name]
 
     def found(name: str, package: str | None = None) -> ModuleSpec | None:
         return None if finder.has(name) else find_spec(name, package)
@@ -324,5 +328,6 @@ def _stand_ins(names: Sequence[str]) -> Iterator[None]:
             yield
     finally:
         sys.meta_path.remove(finder)
-        for module in [module for module in sys.modules if finder.has(module)]:
-            del sys.modules[module]
+        for module in [module for module in modules if finder.has(module)]:
+            del modules[module]
+        modules.update(dict.fromkeys(hidden))

@@ -14,11 +14,15 @@ The environment needs this version of backend-parity (``pip install --no-deps``)
 """
 
 import contextlib
+import hashlib
+import json
 import os
+import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +60,7 @@ from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
 LIMIT_S = 300.0  # seconds for an answer; for the first one, seconds in which the imports neither compute nor read
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
+CODE = "code of "  # begins the name of a digest of code, among those of files
 MOST_PROCESSES = 8  # of adapters, the last ones that were asked; each keeps some 50 MB
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
 
@@ -78,7 +83,8 @@ class Traits:
 
     packages: versions of the distributions that it names. seams: the names of its patch points. methods: those of
     OPTIONAL that it has. preload: modules to import before ranks are forked, including its own module. preload_apart:
-    the modules to import instead, by layout option. For the others, see conformance.backends.protocol.
+    the modules to import instead, by layout option. code: see ``code_of``. For the others, see
+    conformance.backends.protocol.
     """
 
     default_zero: int | None
@@ -87,9 +93,10 @@ class Traits:
     methods: tuple[str, ...]
     preload: tuple[str, ...]
     fresh_ranks: bool
-    # These two are missing in answers of an older suite.
+    # These are missing in answers of an older suite.
     preload_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)
     gpu_backend: str = "nccl"
+    code: str = ""
 
     def preload_for(self, layout: Layout) -> tuple[str, ...]:
         """Returns the modules to import before the ranks of a cell in this layout are forked."""
@@ -121,6 +128,43 @@ class Adapter(Protocol):
         ...
 
 
+def code_of(adapter: type[Backend]) -> str:
+    """Returns a digest of the Python files of an adapter: of the packages of its classes, or of a module without a
+    package and the modules beside it that are imported. Empty for one of this suite, whose commit a run records.
+    """
+    files: set[Path] = set()
+    for one in adapter.__mro__:
+        top = sys.modules[one.__module__.partition(".")[0]]
+        if (file := getattr(top, "__file__", None)) is None or (one is not adapter and _is_installed(Path(file))):
+            continue
+        if hasattr(top, "__path__"):
+            files |= {path for folder in top.__path__ for path in Path(folder).rglob("*.py")}
+        else:
+            loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+            files |= {Path(path) for path in loaded if path and Path(path).parent == Path(file).parent}
+    suite = [Path(conformance.__file__).parents[1] / name for name in ("conformance", "impl", "parity", "reports")]
+    own = sorted(path for path in files if path.is_file() and not any(map(path.is_relative_to, suite)))
+    digests = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in own]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if digests else ""
+
+
+def _is_installed(file: Path) -> bool:
+    return any(file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+
+
+def codes(entries: Iterable[BackendEntry]) -> dict[str, str]:
+    """Returns the digests of adapters that are not of this suite, by ``CODE`` and their names.
+
+    An adapter that cannot be imported has none: its cells say why.
+    """
+    found = {}
+    for entry in dict.fromkeys(entries):
+        with contextlib.suppress(UsageError, MissingExtra, BrokenBackend, AskFailed):
+            if code := adapter_of(entry).traits.code:
+                found[CODE + entry.name] = code
+    return found
+
+
 class InProcessAdapter:
     """Queries an adapter in this process, which is the adapter's."""
 
@@ -145,6 +189,7 @@ class InProcessAdapter:
             preload_apart={option: (*always, *modules) for option, modules in by_option.items()},
             fresh_ranks=bool(getattr(adapter, "fresh_ranks", False)),
             gpu_backend=getattr(adapter, "gpu_backend", "nccl"),
+            code=code_of(adapter),
         )
 
     def supports(self, scenario: Scenario, layout: Layout) -> Support:

@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from conformance.backends.registry import import_adapters
+from conformance.backends.registry import codes, import_adapters
 from conformance.bisect.explain import describe
 from conformance.bisect.run import any_differs, bisect_cell, bisect_run
 from conformance.cli import EXIT
@@ -103,6 +103,7 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     text = selection.text(ranks)
     inputs = input_digests(cell.scenario for cell in plan.cells)
+    inputs |= codes(phase.backend for cell in plan.cells for phase in cell.phases)
     earlier = read_earlier(out, plan, ranks, selection=text, inputs=inputs) if again.resume else None
     cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
     config = SessionConfig(

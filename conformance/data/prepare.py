@@ -19,7 +19,7 @@ from conformance.models.folder_checks import check_model_folder, files_of, runs_
 from conformance.models.folders import check_finite, has_weights, prepare_model
 from conformance.models.synthetic import draw_weights, random_model
 from conformance.oracle.role_model import Decoder, decoder_of
-from conformance.records.step_tensors import file_sha256
+from conformance.records.step_tensors import input_sha256
 from conformance.spec.batch import Batch, write_batches
 from conformance.spec.objectives import objective_to_json
 from conformance.spec.observables import POLICY
@@ -144,7 +144,7 @@ def input_digests(scenarios: Iterable[Scenario]) -> dict[str, str]:
         for file in found:
             check_file(file)
             label = Path(name if counts[name] == 1 else source, file.relative_to(source))
-            digests[str(label)] = file_sha256(file)[:16]
+            digests[str(label)] = input_sha256(file)[:16]
     return digests
 
 

@@ -7,10 +7,10 @@ conformance.records.record_format describes the lines. Every step has a safetens
 """
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from conformance.spec.observables import Observable, observables_to_json
 from conformance.spec.scenario import Scenario, parse_scenario
 
 DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors in a record
+LARGE = 2**20  # bytes of a file of inputs whose digest is remembered
 SMALL = 8 * 2**20  # bytes of a step's file whose tensors are kept in memory
 
 
@@ -63,7 +64,7 @@ class StepRecord:
         """
         return dict(self._tensors) if self.path.stat().st_size <= SMALL else _load(self.path)
 
-    @cached_property
+    @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
         return _load(self.path)
 
@@ -109,14 +110,14 @@ class Record:
     def observables(self) -> tuple[Observable, ...]:
         return self.lines.observables
 
-    @cached_property
+    @functools.cached_property
     def scenario(self) -> Scenario:
         """Parses the scenario of the header. Raises UsageError where that would import a module."""
         objective = self.header["scenario"].get("objective")
         check_imported(objective.get("kind") if isinstance(objective, dict) else None)
         return parse_scenario(self.header["scenario"])
 
-    @cached_property
+    @functools.cached_property
     def control(self) -> str:
         """Returns how the control of the phase's loading ended: ``failed``, ``differs`` or ``same``; "" without one."""
         try:
@@ -124,7 +125,7 @@ class Record:
         except (FileNotFoundError, UsageError, Unreadable):
             return ""
 
-    @cached_property
+    @functools.cached_property
     def layout(self) -> Layout:
         """Parses the layout of the header."""
         return Layout.parse(self.header["layout"])
@@ -233,6 +234,21 @@ def _check_dtypes(file: Path) -> None:
         for name in sorted(tensors.keys()):
             if (dtype := tensors.get_slice(name).get_dtype()) not in DTYPES:
                 raise DigestMismatch(f"{file} holds {name} in {dtype}, and no backend computes that; {AGAIN}")
+
+
+def input_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file of inputs. A large one is read once in this process, unless it is changed."""
+    state = path.stat()
+    if state.st_size < LARGE:
+        return file_sha256(path)
+    return _large_sha256(
+        path.resolve(), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+    )
+
+
+@functools.cache
+def _large_sha256(path: Path, *_: int) -> str:
+    return file_sha256(path)
 
 
 def file_sha256(path: Path) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conformance.backends.registry import CODE
 from conformance.core.errors import UsageError, first_few
 from conformance.core.io import LOCK
 from conformance.matrix.cell import Cell
@@ -78,12 +79,14 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs:
 
 
 def _check_inputs(earlier: Part, plan: Plan, *, selection: str, inputs: Mapping[str, str]) -> None:
-    """Raises UsageError if files of models, data, profiles or scenarios have changed since the ``earlier`` run."""
+    """Raises UsageError if models, data, profiles, scenarios or the code of backends have changed since the ``earlier``
+    run. The code of a backend that could not be imported in one of the runs is not compared."""
     advice = "its verdicts are not about what is there now; restore what it read, or give a new --out for all cells"
     before = earlier.run.inputs
     if not before:
         raise UsageError(f"{earlier.name} does not say what it read: an older version wrote it; give a new --out")
-    if changed := sorted(name for name in {*before, *inputs} if before.get(name) != inputs.get(name)):
+    names = {name for name in {*before, *inputs} if not name.startswith(CODE) or (name in before and name in inputs)}
+    if changed := sorted(name for name in names if before.get(name) != inputs.get(name)):
         raise UsageError(f"{first_few(changed, most=4)} changed since the run in {earlier.name}: {advice}")
     if earlier.run.selected != plan.digest:
         files = " or ".join(word for word in selection.split() if word.endswith(".toml")) or "a profile or scenario"

@@ -46,7 +46,7 @@ from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
 from conformance.oracle.run import POLICIES
 from conformance.records.record_format import RECORD_FILE, RecordError
-from conformance.records.step_tensors import file_sha256, read_record
+from conformance.records.step_tensors import file_sha256, input_sha256, read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.leased_slots import Lanes
 from conformance.spec.batch import CHOICES
@@ -416,6 +416,5 @@ def _cache_key(cell: Cell, inputs: FrozenInputs, policy: str, device: Device, de
         )
         files += sorted((folder / ADAPTER).glob("*"))
     for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
+        digest.update(bytes.fromhex(input_sha256(file)))
     return digest.hexdigest()[:32]

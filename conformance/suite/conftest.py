@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from conformance.backends.registry import codes
 from conformance.bisect.run import any_differs, bisect_run
 from conformance.core import packages
 from conformance.core.errors import UsageError
@@ -142,7 +143,7 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
 
 def suite_session(config: pytest.Config) -> Session:
     """Makes a session with the configuration of ``parity run``, so that a cell's reproduce command runs it again."""
-    chosen, where = selection(config), ranks(config)
+    chosen, where, cells = selection(config), ranks(config), config.stash[PLAN_KEY].cells
     hosts = hosts_of_engine(ranks_per_gpu=where.ranks_per_gpu)
     config_of_all = SessionConfig(
         out=config.stash[OUT],
@@ -156,7 +157,8 @@ def suite_session(config: pytest.Config) -> Session:
         floor=config.stash[PLAN_KEY].floor,
         selected=config.stash[PLAN_KEY].digest,
         selection=chosen.text(where),
-        inputs=input_digests(cell.scenario for cell in config.stash[PLAN_KEY].cells),
+        inputs=input_digests(cell.scenario for cell in cells)
+        | codes(phase.backend for cell in cells for phase in cell.phases),
     )
     return Session(config_of_all, check=check_of(config))
 

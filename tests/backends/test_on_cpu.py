@@ -89,6 +89,16 @@ def test_absent_packages_are_imported_as_stand_ins() -> None:
         importlib.import_module(ABSENT)
 
 
+def test_a_package_that_was_hidden_is_hidden_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """impl.megatron hides TransformerEngine by None; then an import of it fails, unless there is a stand-in."""
+    monkeypatch.setitem(sys.modules, "no_such_package", None)
+    with parity.on_cpu(stand_ins=("no_such_package",)):
+        assert importlib.import_module("no_such_package.inner").__name__ == "no_such_package.inner"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_package.inner")
+    assert sys.modules["no_such_package"] is None
+
+
 def test_padding_of_flash_attn_works() -> None:
     with parity.on_cpu():
         padding = importlib.import_module("flash_attn.bert_padding")

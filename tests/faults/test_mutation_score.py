@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from conformance.backends.faults import catalogue
+from conformance.core.host import FIXTURES
+from conformance.matrix.options import Selection
+from conformance.matrix.profile import select_cells
 from conformance.spec.precision import PRECISIONS
+from conformance.spec.scenario import load_scenario
 from reports.mutation_score import BLANK, JSON, QUICK, Row, Score, read_score, to_markdown, write_score
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +166,14 @@ def test_every_fault_is_planned_on_every_backend_in_every_tier(tmp_path: Path) -
     assert in_place == {
         (f, b, t) for f, fault in catalogue().items() for b, t in product(fault.cells.layouts, PRECISIONS)
     }
-    assert {row.fault for row in score.planted if row.tier == QUICK} == catalogue().keys()
+    read = {(cell.backend, cell.scenario.objective.reads) for cell in select_cells(Selection())}
+    of_quick = {(row.fault, row.backend) for row in score.planted if row.tier == QUICK}
+    for fault in catalogue().values():
+        file = FIXTURES / "scenarios" / f"{fault.cells.scenario}.toml"
+        reads = load_scenario(file, model="models/llama", precision="exact").objective.reads
+        for backend in fault.cells.layouts:
+            in_quick = reads == "samples" or (backend, reads) in read  # any cell of quick has samples
+            assert ((fault.name, backend) in of_quick) == in_quick, fault.name
     assert score.honest.keys() >= {row.cell.removesuffix(f"/fault-{row.fault}") for row in score.planted}
 
 

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from run_sample import EXACT, FOLDERS, record_folders, write_sample_run
 from conformance.cli import main as cli
 from conformance.core.host import CHECKOUT
 from conformance.core.io import Unreadable, Unwritable, encoded, no_link, read_end, read_file, write_file
+from conformance.records import step_tensors
 from conformance.records.record_format import RecordError, parse_strict_json, read_lines, record_digest
 from conformance.records.step_tensors import read_record
 
@@ -311,3 +313,18 @@ def test_opener_refuses_a_link_and_leaves_its_target(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"), open(tmp_path / "link", "w", opener=no_link):
         pass
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_large_file_of_inputs_is_read_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(step_tensors.LARGE))
+    first = step_tensors.input_sha256(file)
+    with monkeypatch.context() as patch:
+        patch.delattr(step_tensors, "file_sha256")
+        assert step_tensors.input_sha256(file) == first
+    time.sleep(0.02)  # file systems count time in steps of up to 10 ms
+    file.write_bytes(b"1" + bytes(step_tensors.LARGE - 1))
+    os.utime(file, (0, 0))
+    assert step_tensors.input_sha256(file) == step_tensors.file_sha256(file) != first

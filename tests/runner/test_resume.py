@@ -234,6 +234,39 @@ def test_a_run_that_read_other_files_is_not_continued(
     assert _contents(out) == before
 
 
+OWN = """
+from own_numbers import ADVICE
+from plain_backend import Plain
+from conformance.backends.protocol import Unsupported
+
+class Own(Plain):
+    @classmethod
+    def supports(cls, scenario, layout):
+        return Unsupported(ADVICE)
+"""
+
+
+@pytest.mark.parametrize("name", ["own_backend.py", "own_numbers.py"])
+def test_a_run_of_other_code_of_a_backend_is_not_continued(
+    name: str, chosen: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_backend.py").write_text(OWN)
+    (tmp_path / "own_numbers.py").write_text("ADVICE = 'it trains nothing yet; use plain'")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["run", "--backend", "own_backend:Own", *chosen[2:]]
+    answers: list[int] = []
+    for changed in (False, False, True):
+        monkeypatch.setattr(registry, "_there", {})
+        if changed:
+            with (tmp_path / name).open("a") as file:
+                file.write("\nADVICE = 'use dp1'\n")
+        where = ["--resume" if answers else "--out", str(tmp_path / "out")]
+        answers.append(cli.main([*options, *where]))
+    assert answers[0] == answers[1] != 2
+    assert answers[2] == 2
+    assert "code of own changed since the run in" in capsys.readouterr().err
+
+
 def test_a_run_that_does_not_say_what_it_read_is_not_continued(
     chosen: list[str], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
