@@ -24,7 +24,7 @@ from conformance.bisect.explain import describe
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR, gradient_stages
 from conformance.records.record_format import Line, Lines, dumps
 from conformance.results.verdict import STATES, Quantity, Verdict
-from conformance.spec.observables import AGAINST_REBUILT
+from conformance.spec.observables import AGAINST_REBUILT, SHARE
 from reports.load import Cell
 from reports.summary import Cause
 from reports.wording import circumstances, first_finding, likely_causes, worst_first
@@ -133,7 +133,7 @@ class Shared:
             "power": POWER,
             "grades": [GRADES, GRADE],
             "states": states,
-            "rule": {"exact": EXACT, "factor": NOISE_FACTOR, "rebuilt": AGAINST_REBUILT},
+            "rule": {"exact": EXACT, "factor": NOISE_FACTOR, "rebuilt": AGAINST_REBUILT, "share": SHARE},
         }
         return f'{dumps(head)[:-1]}, "values": [{", ".join(self._values)}]}}'
 

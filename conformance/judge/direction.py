@@ -29,7 +29,7 @@ from conformance.judge.tensor_views import TensorView
 from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.results.verdict import Quantity
-from conformance.spec.observables import Observable
+from conformance.spec.observables import SHARE, Observable
 from conformance.spec.precision import Precision
 
 # Least part of a whole error that is taken to lie along the reference. Errors of gradients have directions in common:
@@ -206,7 +206,7 @@ class Directions:
                 if not key.endswith(ROWS):
                     yield Measurement(
                         stage=stage,
-                        tensor=f"{key}: elements that are 0 where the oracle's are not",
+                        tensor=f"{key}{SHARE}that are 0 where the oracle's are not",
                         step=at,
                         error=found.zeros / max(1, found.nonzero),
                         scalar=True,

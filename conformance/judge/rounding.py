@@ -40,7 +40,7 @@ from conformance.records.record_format import AGAIN, RecordError
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.batch import Batch, Document, expert_column
 from conformance.spec.layout import Layout
-from conformance.spec.observables import ROUTING, SHIFTED, VALUE_GRADIENT, Observable
+from conformance.spec.observables import ROUTING, SHARE, SHIFTED, VALUE_GRADIENT, Observable
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
 
@@ -210,7 +210,7 @@ def measure_accumulation_precision(
                 if found:
                     yield Measurement(
                         stage=o.stage,
-                        tensor=f"{whose}{o.key}: elements that are {scenario.precision} numbers, so added up in it",
+                        tensor=f"{whose}{o.key}{SHARE}that are {scenario.precision} numbers, so added up in it",
                         step=phase.header["first_step"],
                         error=statistics.median(found),
                         fixed=COARSE,
@@ -219,7 +219,7 @@ def measure_accumulation_precision(
             for name in sorted(name for name, part in parts.items() if part > COARSE_PART and EMBEDDED not in name):
                 yield Measurement(
                     stage=o.stage,
-                    tensor=f"{o.key}: elements of {name} that are {scenario.precision} numbers, so added up in it",
+                    tensor=f"{o.key}{SHARE}of {name} that are {scenario.precision} numbers, so added up in it",
                     step=phase.header["first_step"],
                     error=parts[name],
                     fixed=COARSE_PART,

@@ -238,8 +238,8 @@ def cell_summary(entry: Entry) -> CellSummary:
     id: the cell's id. state, reason: the verdict. second_class: see verdict. conventions: those of the backend that
     change the cell's numbers and that it shows. code: see verdict. world_size: the largest number of ranks.
     seconds: the time that the cell took. memory, host_memory: the peak memory of a rank in bytes; 0 if it is not known.
-    ratios: by stage, observed / allowed of ``Verdict.worst``. errors: by stage, the largest relative error, except
-    for comparisons with rebuilt numbers. before: the states in which the cell ended before it was run again.
+    ratios: by stage, observed / allowed of ``Verdict.worst``. errors: by stage, the largest relative error
+    (``Quantity.is_error``). before: the states in which the cell ended before it was run again.
     folder: the cell's folder, relative to the output folder.
     """
     return {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from conformance.numerics.comparison import ratio
-from conformance.spec.observables import AGAINST_REBUILT
+from conformance.spec.observables import AGAINST_REBUILT, SHARE
 
 State = Literal[
     "differs", "infrastructure", "not_run", "partly_observed", "expected_difference", "unsupported", "conforms"
@@ -185,12 +185,17 @@ class Quantity:
         return ratio(self.observed, self.allowed)
 
     @property
+    def is_error(self) -> bool:
+        """Whether ``observed`` is an error against the oracle, a replica or the previous phase; neither one against
+        rebuilt numbers, whose bound is a few units in the last place, nor a share of elements."""
+        return not self.tensor.endswith(AGAINST_REBUILT) and SHARE not in self.tensor
+
+    @property
     def urgency(self) -> tuple[bool, bool, float]:
         """Sorts quantities by what they say about a cell, the most urgent last: those outside of their
-        tolerance, then those that are compared with the oracle, then by ratio. A rebuilt number has a bound of a few
-        units in the last place, so its ratio says nothing about the errors of the computation."""
+        tolerance, then errors (``is_error``), then by ratio."""
         ratio = self.ratio
-        return not ratio <= 1, not self.tensor.endswith(AGAINST_REBUILT), ratio
+        return not ratio <= 1, self.is_error, ratio
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
@@ -293,14 +298,10 @@ class Verdict:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Returns the largest relative error by stage: against the oracle, replicas, and the previous phase.
-
-        Comparisons with rebuilt numbers (AGAINST_REBUILT) are left out, because their errors are relative to something
-        else.
-        """
+        """Returns the largest relative error by stage: against the oracle, replicas, and the previous phase."""
         errors: dict[str, float] = {}
         for q in self.quantities:
-            if not q.tensor.endswith(AGAINST_REBUILT):
+            if q.is_error:
                 largest = errors.get(q.stage, 0.0)
                 # NaN is larger than any number.
                 errors[q.stage] = q.observed if math.isnan(q.observed) or q.observed > largest else largest

@@ -56,6 +56,7 @@ STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)  # kinds of training st
 MOMENTS: tuple[StateKind, ...] = STATE_KINDS[:3]
 
 AGAINST_REBUILT = " against rebuilt"  # suffix of a quantity that is compared with other numbers of the same cell
+SHARE = ": elements "  # in the name of a quantity that is a share of a tensor's elements, and no error
 SETTING_ERROR = 1e-9  # relative bound of numbers that are not computed: learning rate, token count, loaded weights
 
 

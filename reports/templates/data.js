@@ -48,7 +48,7 @@ function spelled(digits, powers, row, zero) {
 // Unpacks a cell and resolves its references to the shared block.
 async function readCell(number) {
   const { strings, values, places, ...legend } = await shared();
-  const { rebuilt } = legend.rule;
+  const { rebuilt, share } = legend.rule;
   const [grades, grade] = legend.grades;
   const cell = await packedCell(number);
   for (const key of ["stages", "charts", "maps"]) cell[key] = values[cell[key]];
@@ -59,7 +59,8 @@ async function readCell(number) {
       const within = digits[row] === " " ? 0 : bound * 10 ** ((grade - digits.charCodeAt(row)) / grades);
       const error = powers ? spelled(digits, powers, row, legend.power) : within;
       const at = { stage: strings[stage], tensor: strings[number], step: values[steps][row], place: places[number] };
-      return judged({ ...at, rebuilt: at.tensor.endsWith(rebuilt), observed: error, allowed: bound });
+      const isError = !at.tensor.endsWith(rebuilt) && !at.tensor.includes(share);
+      return judged({ ...at, isError, observed: error, allowed: bound });
     }),
   );
   cell.strips = cell.strips.map(([at, classes, largest, where, spread, reference]) => {

@@ -22,8 +22,8 @@ const share = (error) => (Number.isFinite(error) ? `${number(Number((100 * error
 // Formats a quantity for a square: the margin within the tolerance, the error in percent outside of it.
 const inSquare = (q) => (q.ratio > 1 ? share(q.observed) : margin(q.ratio));
 
-// Sorts quantities, the most urgent first: a comparison with a rebuilt number within its tolerance comes last.
-const isUrgent = (q) => q.ratio > 1 || !q.rebuilt;
+// Sorts quantities, the most urgent first: within their tolerances, comparisons with rebuilt numbers and shares come last.
+const isUrgent = (q) => q.ratio > 1 || q.isError;
 const byUrgency = (a, b) => isUrgent(b) - isUrgent(a) || b.ratio - a.ratio || 0;
 
 // Explains stages; those of a critic or of the reference policy have the same names behind a word.

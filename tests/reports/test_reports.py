@@ -38,7 +38,7 @@ from report_sample import (
 
 from conformance.core.errors import UsageError
 from conformance.results.verdict import STATES, Quantity, Verdict, margin
-from conformance.spec.observables import AGAINST_REBUILT
+from conformance.spec.observables import AGAINST_REBUILT, SHARE
 from reports import markdown
 from reports.ci_formats import write_junit
 from reports.html import write_html
@@ -302,12 +302,13 @@ def test_sign_of_a_margin_says_on_which_side_of_the_tolerance(ratio: float, text
     assert margin(ratio) == text
 
 
-@pytest.mark.parametrize(("rounding", "closest"), [(0.5, "weight"), (2.0, f"weight{AGAINST_REBUILT}")])
-def test_rounding_check_is_closest_only_if_it_differs(rounding: float, closest: str) -> None:
-    ulp = 2.0**-52
+@pytest.mark.parametrize("name", [f"weight{AGAINST_REBUILT}", f"update{SHARE}that are 0"])
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_what_is_no_error_is_closest_only_if_it_differs(name: str, is_outside: bool) -> None:
     computed = Quantity(stage="update", tensor="weight", step=0, observed=3e-14, allowed=1e-11)
-    rebuilt = replace(computed, tensor=f"weight{AGAINST_REBUILT}", observed=rounding * ulp, allowed=ulp)
-    for quantities in ((computed, rebuilt), (rebuilt, computed)):
+    other = replace(computed, tensor=name, observed=2.0 if is_outside else 0.5, allowed=1.0)
+    closest = name if is_outside else "weight"
+    for quantities in ((computed, other), (other, computed)):
         verdict = Verdict(state="conforms", reason="", quantities=quantities)
         assert verdict.closest == verdict.worst["update"]
         assert verdict.closest is not None
@@ -328,7 +329,12 @@ def test_stage_error_is_largest_error_and_nan_is_largest() -> None:
     def at(stage: str, tensor: str, observed: float) -> Quantity:
         return Quantity(stage=stage, tensor=tensor, step=0, observed=observed, allowed=1e-9)
 
-    updates = [at("update", "w", 1e-13), at("update", "w against rebuilt", 1e-10), at("update", "v", 1e-14)]
+    updates = [
+        at("update", "w", 1e-13),
+        at("update", "w against rebuilt", 1e-10),
+        at("update", "v", 1e-14),
+        at("update", f"update{SHARE}that are 0", 0.5),
+    ]
     gradients = [at("gradients", "w", 1e-3), at("gradients", "v", math.nan), at("gradients", "u", 1e-2)]
     errors = Verdict(state="differs", reason="", quantities=(*updates, *gradients)).errors
     assert errors["update"] == 1e-13
