@@ -37,6 +37,7 @@ from conformance.spec.known_defects import (
     DividedGradients,
     DividedLoss,
     LostEmbeddingGradient,
+    OrthogonalizedShares,
     PaddedSoftmax,
     ResummedHeadNorms,
     WindowPerBlock,
@@ -188,6 +189,25 @@ class WithMuonEpsilon(Variant):
 
     def momentum_divisor(self, norm: Tensor, epsilon: float) -> Tensor:
         return norm + epsilon
+
+
+class WithOrthogonalizedShares(Variant):
+    """Orthogonalizes the share of each rank by itself. docs/findings/megatron-muon-parts.md."""
+
+    def __init__(self, defect: OrthogonalizedShares) -> None:
+        self._ranks = defect.ranks
+
+    def muon_blocks(self, blocks: Sequence[Tensor], matrix: str) -> Sequence[Tensor]:
+        if matrix.endswith(("o_proj.weight", "down_proj.weight")):
+            return [share for block in blocks for share in block.chunk(self._ranks, dim=1)]
+        parts = 2 if "gate_up_proj" in matrix else 1  # each is cut, and a rank's shares of both are one matrix
+        return [share for block in blocks for share in _shares(block, parts, self._ranks)]
+
+
+def _shares(block: Tensor, parts: int, ranks: int) -> Sequence[Tensor]:
+    """Returns the rows of each rank: its share of each of the ``parts`` of a block."""
+    rows: Sequence[Tensor] = block.unflatten(0, (parts, ranks, -1)).transpose(0, 1).flatten(1, 2).unbind()
+    return rows
 
 
 class WithAdvantageEpsilon(Variant):
@@ -342,6 +362,7 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     DividedLoss: WithDividedLoss,
     WindowPerBlock: WithWindowPerBlock,
     LostEmbeddingGradient: lambda _: WithLostEmbeddingGradient(),
+    OrthogonalizedShares: WithOrthogonalizedShares,
     DecaysAll: lambda _: WithDecayOfAll(),
     MuonEpsilon: lambda _: WithMuonEpsilon(),
     AdvantageEpsilon: WithAdvantageEpsilon,

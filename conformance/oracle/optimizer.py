@@ -186,8 +186,8 @@ class Muon:
     U = momentum B + (1 - momentum) g, and w <- w - lr weight_decay w - lr factor orthogonalized(U).
 
     The buffer is that of Keller Jordan's code. torch's documentation writes it without the factor 1 - momentum, which
-    orthogonalization removes. ``step`` returns the new weights of the parameters that have gradients. ``half``:
-    orthogonalization is rounded to bfloat16.
+    orthogonalization removes. A known defect may orthogonalize parts of a matrix by themselves. ``step`` returns the
+    new weights of the parameters that have gradients. ``half``: orthogonalization is rounded to bfloat16.
     """
 
     def __init__(self, config: OptimizerConfig, variant: Variant = HONEST, *, half: bool) -> None:
@@ -201,11 +201,22 @@ class Muon:
         self._add(gradients)
         updated = {}
         for name in gradients:
-            direction = self._directions[name]
-            rate = lr * self._factor(direction.shape)
-            update = orthogonalized(direction, self._newton_schulz, half=self._half, variant=self._variant)
-            updated[name] = self.kept(lr) * weights[name] - rate * update
+            update = self._update(name, self._directions[name], half=self._half)
+            updated[name] = self.kept(lr) * weights[name] - lr * update
         return updated
+
+    def _update(self, name: str, direction: torch.Tensor, *, half: bool) -> torch.Tensor:
+        """Returns the update of a matrix at a learning rate of 1."""
+        update = torch.empty_like(direction)
+        for places in self._blocks(name, direction.shape):
+            block = direction.flatten()[places]
+            found = orthogonalized(block, self._newton_schulz, half=half, variant=self._variant)
+            update.view(-1)[places] = self._factor(block.shape) * found
+        return update
+
+    def _blocks(self, name: str, shape: torch.Size) -> Sequence[torch.Tensor]:
+        """Returns the numbers of the elements of each part that is orthogonalized by itself, in its shape."""
+        return self._variant.muon_blocks([torch.arange(shape.numel()).view(shape)], name)
 
     def kept(self, lr: float) -> float:
         """Returns the share of a weight that decay leaves."""
@@ -235,15 +246,15 @@ class Muon:
         """
         self._add({name: gradient})
         gain = math.prod(a for a, _, _ in self._newton_schulz)
-        return torch.full_like(gradient, lr * self._factor(gradient.shape) * gain)
+        factor = max(self._factor(block.shape) for block in self._blocks(name, gradient.shape))
+        return torch.full_like(gradient, lr * factor * gain)
 
     def half_errors(self, name: str, lr: float) -> list[torch.Tensor]:
         """Returns by how much rounding to bfloat16 moves the last update, as libraries do: in draws that differ in the
         size of the momentum, on which nothing else depends."""
         direction = self._directions[name]
-        rate, steps = lr * self._factor(direction.shape), self._newton_schulz
-        exact = orthogonalized(direction, steps, half=False)
-        return [rate * (exact - orthogonalized(size * direction, steps, half=True)) for size in DRAWS]
+        exact = self._update(name, direction, half=False)
+        return [lr * (exact - self._update(name, size * direction, half=True)) for size in DRAWS]
 
     def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
         """Returns the gradient after whose step a parameter's momentum is ``moment``."""

@@ -283,6 +283,10 @@ class Variant:
         """Returns the number that Muon divides a momentum of this norm by before it is orthogonalized."""
         return norm.clamp(min=epsilon)
 
+    def muon_blocks(self, blocks: Sequence[Tensor], matrix: str) -> Sequence[Tensor]:
+        """Returns the parts of a matrix of this name that Muon orthogonalizes each by itself."""
+        return blocks
+
     def advantage_epsilon(self, epsilon: float) -> float:
         """Returns what is added to the standard deviation of a group's rewards."""
         return epsilon

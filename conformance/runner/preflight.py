@@ -155,6 +155,12 @@ class Refusals:
                 if method not in adapter.traits.methods:
                     reason = f"{backend.backend.name} has no {method}, so it cannot transfer training state"
                     return Verdict(state="unsupported", reason=f"{reason}; use a checkpoint or an export")
+        if (before.backend, before.layout) != (after.backend, after.layout) and not cell.faults:
+            for phase, adapter in ((before, giver), (after, taker)):
+                if known := next((one for one in adapter.known(cell.scenario, phase.layout) if one.defects), None):
+                    what = f"{phase.backend.name} {phase.layout} is expected to differ ({known.link})"
+                    reason = f"{what}, which is not modelled where layouts change; use one layout in all phases"
+                    return Verdict(state="unsupported", reason=reason)
         if "te" in after.layout.options and after.layout.float8:
             reason = "no resume in float8 by TransformerEngine is judged yet"
             return Verdict(state="unsupported", reason=f"{reason}; use a cell of one phase, or leave te and float8 out")

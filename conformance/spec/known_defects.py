@@ -92,6 +92,17 @@ class CountsByLastTokens:
     kind: Literal["counts-by-last-tokens"] = "counts-by-last-tokens"
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OrthogonalizedShares:
+    """Orthogonalizes each of ``ranks`` tensor-parallel ranks' share of a matrix by itself, and scales it by its shape.
+
+    Matrices behind attention and activation are cut by columns, all others by rows.
+    """
+
+    kind: Literal["orthogonalized-shares"] = "orthogonalized-shares"
+    ranks: Several
+
+
 Defect = (
     OracleConvention
     | CountsByLastTokens
@@ -101,6 +112,7 @@ Defect = (
     | DividedLoss
     | WindowPerBlock
     | LostEmbeddingGradient
+    | OrthogonalizedShares
 )
 _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, Field(discriminator="kind")], ...])
 

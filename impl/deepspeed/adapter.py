@@ -10,7 +10,13 @@ from conformance.backends.protocol import BackendInfo, Support, Supported, Unsup
 from conformance.core.errors import UsageError
 from conformance.core.packages import UnsupportedVersion, is_installed, package_version
 from conformance.spec.conventions import MuonEpsilon, RoundedMasters, model_config
-from conformance.spec.known_defects import DividedGradients, ExpectedDifference, Unmodelled
+from conformance.spec.known_defects import (
+    Defect,
+    DividedGradients,
+    ExpectedDifference,
+    OrthogonalizedShares,
+    Unmodelled,
+)
 from conformance.spec.layout import Layout
 from conformance.spec.precision import BF16, F16, F32, HALF_PRECISIONS
 from conformance.spec.scenario import Scenario
@@ -39,6 +45,10 @@ def _half_precision_sums(scenario: Scenario, layout: Layout) -> Unmodelled | Non
     return Unmodelled(stage="gradients", tensors=("*gradient: elements *that are * numbers, so added up in it",))
 
 
+def _orthogonalized_shares(scenario: Scenario, layout: Layout) -> tuple[Defect, ...]:
+    return (OrthogonalizedShares(ranks=layout.tp),) if scenario.optimizer.name == "muon" else ()
+
+
 EXPECTED = (
     ExpectedDifference(
         reason="DeepSpeed casts the model to half precision first and copies the float32 masters from the cast model",
@@ -61,6 +71,12 @@ EXPECTED = (
         options=("shipped",),
         at_least={"ulysses": 2, "zero": 3},
         at_most={"tp": 1},  # with AutoTP its ranks are data ranks at every stage
+    ),
+    ExpectedDifference(
+        reason="Muon orthogonalizes each rank's part of a matrix by itself beside AutoTP",
+        link="docs/findings/deepspeed-muon-autotp.md",
+        defects=_orthogonalized_shares,
+        at_least={"tp": 2},
     ),
     *RING_DIFFERENCES,
 )
@@ -273,6 +289,6 @@ def _muon_support(scenario: Scenario, layout: Layout) -> str:
             "in half precision DeepSpeed's Muon adds gradients up in it, or loses some "
             "(docs/findings/deepspeed-muon-lost-gradients.md); use fp32, or fsdp2 for torch's Muon"
         )
-    if layout.tp > 1 or sum(role.trained for role in scenario.objective.roles) > 1:
-        return "DeepSpeed's Muon beside tp and for two models is not built in; use dp, or fsdp2 for torch's Muon"
+    if sum(role.trained for role in scenario.objective.roles) > 1:
+        return "DeepSpeed's Muon for two models is not built in; use fsdp2 for torch's Muon"
     return ""

@@ -253,8 +253,8 @@ class EngineTensors:
                     region = slice(start, start + len(own))
                     if len(own):
                         whole.view(-1)[region] = momentum[region]
-                    dist.all_reduce(whole)
-                    yield name, whole
+                    dist.all_reduce(whole, group=self._engine.optimizer.dp_process_group)
+                    yield name, self._place.whole(parameter, whole)
                 else:
                     full = state[kind] if self._stage == 0 else safe_get_full_optimizer_state(parameter, kind)
                     yield name, self._place.whole(parameter, full.detach())

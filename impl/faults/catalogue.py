@@ -83,7 +83,7 @@ SEAMS: Mapping[str, str] = {
     "update_by_muon": "(gradient, momentum, *, beta, ...) -> what DeepSpeed's Muon updates a matrix by",
     "clip_before_muon": "(gradients, and DeepSpeed's Muon of ZeRO 1 to 3): clips, orthogonalizes -> norm",
     "orthogonalize": "(matrix, coefficients, steps, eps) -> the matrix that Muon updates by",
-    "set_muon": "(settings of megatron-core, optimizer, shape): sets Megatron's Muon",
+    "set_muon": "(settings of megatron-core, optimizer, shape, shipped): sets Megatron's Muon",
     "gather_owned": "(gather): gathers the parameters that ranks of the layer-wise optimizer own and have updated",
     "stored_optimizer": "(groups, config, *, stochastic, replicas) -> optimizer of parameters without masters",
     "round_at_random": "(float32 tensor, which may be a DTensor) -> its stochastic rounding to bf16",

@@ -28,7 +28,13 @@ from conformance.spec.conventions import (
     TrainedPaddingToken,
     model_config,
 )
-from conformance.spec.known_defects import CountsByLastTokens, Defect, ExpectedDifference, PaddedSoftmax
+from conformance.spec.known_defects import (
+    CountsByLastTokens,
+    Defect,
+    ExpectedDifference,
+    OrthogonalizedShares,
+    PaddedSoftmax,
+)
 from conformance.spec.layout import OWN_BALANCE, Layout
 from conformance.spec.observables import MULTI_TOKEN
 from conformance.spec.precision import HALF_PRECISIONS, Precision
@@ -104,6 +110,10 @@ def _trained(scenario: Scenario, _: Layout) -> tuple[Defect, ...]:
     return () if model_config(scenario).get("pad_token_id") is None else (TrainedPaddingToken(),)
 
 
+def _orthogonalized_shares(scenario: Scenario, layout: Layout) -> tuple[Defect, ...]:
+    return (OrthogonalizedShares(ranks=layout.tp),) if scenario.optimizer.name == "muon" else ()
+
+
 EXPECTED = (
     ExpectedDifference(
         reason="megatron-core copies the float32 masters from the model after its conversion to half precision",
@@ -123,6 +133,13 @@ EXPECTED = (
         link="docs/findings/megatron-padding-token.md",
         defects=_trained,
         options=("shipped",),
+    ),
+    ExpectedDifference(
+        reason="Muon orthogonalizes each tensor-parallel rank's part of a matrix by itself",
+        link="docs/findings/megatron-muon-parts.md",
+        defects=_orthogonalized_shares,
+        options=("shipped",),
+        at_least={"tp": 2},
     ),
     ExpectedDifference(
         reason="the load-balancing loss divides counts of several micro-batches by the tokens of one",
@@ -243,7 +260,9 @@ def _muon_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
         return "Muon for two models of one training is not built into this backend; use adamw"
     if scenario.tier.is_loss_scaled:
         return "megatron-core has Muon without loss scaling only; use bf16, or adamw"
-    if foreign := {"mfsdp", "te", "overlap", "shipped"} & set(layout.options):
+    if "shipped" in layout.options and (shape.fused or "qkv_proj" in optimizer.fused_matrices):
+        return "parts of fused query, key and value projections are not modelled; leave shipped out"
+    if foreign := {"mfsdp", "te", "overlap"} & set(layout.options):
         return f"Muon beside {', '.join(sorted(foreign))} is not built into this backend; leave it out, or use adamw"
     return ""
 

@@ -195,7 +195,7 @@ class MegatronModel:
         if self.muon:
             from impl.megatron.muon import muon_optimizer, set_muon
 
-            set_muon(settings, config, self.shape)
+            set_muon(settings, config, self.shape, "shipped" in self.options)
             optimizer = muon_optimizer(settings, self.chunks, layer_wise=shards_optimizer(self.context.config))
         else:
             optimizer = chained(get_megatron_optimizer(settings, self.chunks, overrides))

@@ -23,8 +23,11 @@ from impl.megatron.tensors import ModelTensors
 _SCALES = {"original": "shape_scaling", "match_rms_adamw": "spectral", "spectral": "spectral"}
 
 
-def set_muon(settings: MegatronOptimizerConfig, optimizer: OptimizerConfig, shape: ModelShape) -> None:
-    """Sets Muon beside AdamW in megatron-core's ``settings``, which are AdamW's."""
+def set_muon(settings: MegatronOptimizerConfig, optimizer: OptimizerConfig, shape: ModelShape, shipped: bool) -> None:
+    """Sets Muon beside AdamW in megatron-core's ``settings``, which are AdamW's.
+
+    shipped: each tensor-parallel rank orthogonalizes its own part of a matrix, as by default.
+    """
     nesterov = "muon_nesterov" if hasattr(MegatronOptimizerConfig, "muon_nesterov") else "muon_use_nesterov"  # 0.17
     muon = {
         "optimizer": "muon",
@@ -35,7 +38,7 @@ def set_muon(settings: MegatronOptimizerConfig, optimizer: OptimizerConfig, shap
         "muon_extra_scale_factor": 0.2 if optimizer.adjust_lr == "match_rms_adamw" else 1.0,
         "muon_coefficient_type": optimizer.ns_coefficients,
         "muon_num_ns_steps": optimizer.ns_steps,
-        "muon_tp_mode": "duplicated",  # by default a rank orthogonalizes its own part of a matrix
+        "muon_tp_mode": "blockwise" if shipped else "duplicated",
     }
     for name, value in muon.items():
         setattr(settings, name, value)

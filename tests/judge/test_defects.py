@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from conformance.models.components import Architecture
 from conformance.oracle.attention import hidden_keys
 from conformance.oracle.decoder import forward
 from conformance.oracle.defects import VARIANTS, variant_of
+from conformance.oracle.optimizer import make_optimizer
 from conformance.oracle.primitives import HONEST, UNNAMED, UNNAMED_NORM, Weights
 from conformance.oracle.role_model import Written
 from conformance.oracle.run import run_oracle
@@ -39,6 +41,7 @@ from conformance.spec.known_defects import (
     DividedGradients,
     DividedLoss,
     LostEmbeddingGradient,
+    OrthogonalizedShares,
     PaddedSoftmax,
     ResummedHeadNorms,
     WindowPerBlock,
@@ -46,7 +49,7 @@ from conformance.spec.known_defects import (
     parse_defects,
 )
 from conformance.spec.offline import Sft
-from conformance.spec.scenario import parse_scenario
+from conformance.spec.scenario import OptimizerConfig, parse_scenario
 
 EPSILON = torch.finfo(torch.float64).eps
 ALL: tuple[Defect, ...] = (
@@ -58,6 +61,7 @@ ALL: tuple[Defect, ...] = (
     DividedLoss(by=2),
     WindowPerBlock(ranks=2),
     LostEmbeddingGradient(),
+    OrthogonalizedShares(ranks=2),
     DecaysAll(),
     MuonEpsilon(),
     AdvantageEpsilon(value=1e-4),
@@ -261,6 +265,31 @@ def test_a_query_that_sees_no_key_has_output_0_and_gives_no_gradient() -> None:
     for policy in (FLOAT64, replace(FLOAT64, fused=True)):
         logits = forward(tokens, model.weights, architecture_of(model), policy, variant)
         torch.testing.assert_close(logits, forward(tokens, model.weights, architecture_of(model), FLOAT64, variant))
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("self_attn.k_proj", lambda g: [g[:16], g[16:]]),
+        ("mlp.down_proj", lambda g: [g[:, :24], g[:, 24:]]),
+        ("mlp.gate_up_proj", lambda g: [g[[*range(8), *range(16, 24)]], g[[*range(8, 16), *range(24, 32)]]]),
+    ],
+)
+@pytest.mark.parametrize("adjust_lr", ["original", "spectral"])
+def test_shares_are_moved_as_matrices_of_their_own(name: str, cut: Any, adjust_lr: str) -> None:
+    """A rank's shares of gate and up projections are one matrix, and its factor is that of the share's shape."""
+    config = OptimizerConfig(name="muon", lr=0.1, momentum=0.9, nesterov=True, adjust_lr=adjust_lr)  # type: ignore[arg-type]
+    weight = f"model.layers.0.{name}.weight"
+
+    def moved(gradient: torch.Tensor, *defects: Defect) -> torch.Tensor:
+        optimizer = make_optimizer(config, weight, 2, variant_of(defects))
+        return optimizer.step({weight: torch.zeros_like(gradient)}, {weight: gradient}, 0.1)[weight]
+
+    gradient = torch.randn(32, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = moved(gradient, OrthogonalizedShares(ranks=2))
+    for share, part in zip(cut(found), cut(gradient), strict=True):
+        torch.testing.assert_close(share, moved(part.contiguous()), rtol=0, atol=1e-13)
+    assert (found - moved(gradient)).norm() > 0.1 * found.norm()
 
 
 def test_without_defects_nothing_changes() -> None:

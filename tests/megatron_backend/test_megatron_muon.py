@@ -53,6 +53,15 @@ def test_cells_conform(session: Session, scenario: str, model: str, layout: str,
 
 @needs_muon
 @pytest.mark.slow
+@pytest.mark.parametrize(("layout", "precision"), [("tp2.shipped", "exact"), ("dp2.tp2.zero1.shipped", "bf16")])
+def test_parts_of_ranks_are_an_expected_difference(session: Session, layout: str, precision: PrecisionName) -> None:
+    verdict = session.run(cell_of("megatron", FUSED, "llama", layout, precision)).verdict
+    assert verdict.state == "expected_difference", verdict.reason
+    assert "docs/findings/megatron-muon-parts.md" in verdict.reason
+
+
+@needs_muon
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "saves", "after"),
     [("tp2", "checkpoint", "tp2"), ("dp2.zero1", "state", "tp2"), ("pp2", "state", "dp2.zero1")],
