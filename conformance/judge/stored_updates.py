@@ -250,12 +250,13 @@ def _after_unread(
     unit = spacing(torch.maximum(update.exact.abs(), after.abs()), stored.significant_bits)
     allowed = (before.unit + unit) * (1.0 if scenario.tier.is_stochastic else 0.5)
     outside = ((after - update.exact).abs() - doubt).clamp(min=0) / allowed
+    outside = torch.where(state.decided, outside, 0.0)
     yield _largest(step, f"{name} over two steps", name, outside, after, bound=1.0)
     if scenario.tier.is_stochastic:
         fraction = before.fraction
         variance = fraction * (1 - fraction) * (before.unit / unit) ** 2 + 0.25
         drawn = Drawn(
-            deviation=((after - update.exact) / unit).flatten(),
+            deviation=torch.where(state.decided, (after - update.exact) / unit, 0.0).flatten(),
             variance=variance.flatten(),
             doubt=(doubt / unit).flatten(),
             sign=update.exact.sign().flatten(),

@@ -260,7 +260,8 @@ class Selection(Options):
         type=_several,
     )
     precision: tuple[str, ...] = _option(
-        "such as exact or bf16, to choose cells as --scenario does (default then: exact)",
+        "exact, fp32, bf16, fp16, bf16-reduce, bf16-nearest or bf16-stochastic (docs/glossary.md, tier), to choose "
+        "cells as --scenario does (default then: exact)",
         default=(),
         action="extend",
         type=_several,

@@ -308,7 +308,7 @@ def _stored_support(scenario: Scenario, layout: Layout) -> str:
     if not scenario.tier.is_stochastic:
         return ""
     if find_spec("torchao") is None:
-        return f"{precision} needs torchao, which is not installed; run: pip install 'backend-parity[fp8]'"
+        return f"{precision} needs torchao, which is not installed; run: pip install 'torchao>=0.18'"
     if is_older("torchao", 0, 18):
         found = package_version("torchao")
         return f"torchao {found} is installed, and {precision} is built on 0.18; pip install 'torchao>=0.18'"

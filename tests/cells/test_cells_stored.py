@@ -95,4 +95,4 @@ def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "find_spec", lambda name: None)
     cell = cell_of("fsdp2", "sft-packed", "llama", "dp2", RANDOM)
     refused = adapter.Fsdp2Backend.supports(cell.scenario, cell.phases[0].layout)
-    assert "pip install 'backend-parity[fp8]'" in getattr(refused, "reason", "")
+    assert "pip install 'torchao>=0.18'" in getattr(refused, "reason", "")
