@@ -113,7 +113,7 @@ def map_in_forks(function: Callable[[_Item], _Result], items: Sequence[_Item], *
         for first, (_, answers) in enumerate(begun):
             with os.fdopen(answers, "rb", closefd=False) as file:
                 answer = file.read()
-            own = pickle.loads(answer) if answer else RuntimeError("a fork was killed before it had its results")
+            own = pickle.loads(answer) if answer else RuntimeError("a fork was killed, perhaps for want of memory")
             if isinstance(own, BaseException):
                 raise own
             found[first::forks] = own
@@ -138,11 +138,20 @@ def _begin_fork(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[i
         try:
             answer = pickle.dumps([function(item) for item in items])
         except Exception as error:
-            answer = pickle.dumps(error)
+            answer = _pickled(error)
         with os.fdopen(given, "wb") as file:
             file.write(answer)
     finally:
         os._exit(0)
+
+
+def _pickled(error: Exception) -> bytes:
+    """Pickles an exception, or its text if it cannot be pickled or read again."""
+    try:
+        pickle.loads(answer := pickle.dumps(error))
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return answer
 
 
 def process_state(pid: int) -> str:

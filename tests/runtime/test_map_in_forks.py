@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -51,12 +52,38 @@ def test_what_is_not_worth_forks_is_computed_here(most: int) -> None:
     assert set(map_in_forks(lambda _: os.getpid(), range(4), most=most)) == {os.getpid()}
 
 
-@pytest.mark.usefixtures("processors")
-def test_an_error_of_a_fork_is_raised_here() -> None:
-    def read(item: int) -> None:
-        raise UsageError(f"file {item} was edited")
+class OfTwo(Exception):  # cannot be read from a pickle
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file}, line {line}")
 
-    with pytest.raises(UsageError, match="file 0 was edited"):
+
+def edited(item: int) -> None:
+    raise UsageError(f"file {item} was edited")
+
+
+def of_two(item: int) -> None:
+    raise OfTwo("a", item)
+
+
+def killed(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("processors")
+@pytest.mark.parametrize(
+    ("fail", "kind", "words"),
+    [
+        (edited, UsageError, "file 3 was edited"),
+        (of_two, RuntimeError, "OfTwo: a, line 3"),
+        (killed, RuntimeError, "a fork was killed"),
+    ],
+)
+def test_an_error_of_a_fork_is_raised_here(fail: Callable[[int], None], kind: type[Exception], words: str) -> None:
+    def read(item: int) -> None:
+        if item == 3:
+            fail(item)
+
+    with pytest.raises(kind, match=words):
         map_in_forks(read, range(4), most=2)
 
 
