@@ -183,8 +183,11 @@ class Publish:
         print(f"{options.to / 'index.html'}: {plural(len(board.columns), 'column')}, {plural(len(board.rows), 'row')}")
         if options.against:
             print(f"{plural(changed, 'square')} changed" + (f": {options.to / 'changes.md'}" if changed else ""))
-        for column in (empty := [column for column in columns if not column.squares]):
-            print(f"{column.name}: nothing was run{f' ({column.note})' * bool(column.note)}; run: {column.again}")
+        empty: dict[tuple[str, str], list[str]] = {}  # the columns of one environment have one reason
+        for column in (column for column in columns if not column.squares):
+            empty.setdefault((column.note, column.again), []).append(column.name)
+        for (note, again), names in empty.items():
+            print(f"{', '.join(names)}: nothing was run{f' ({note})' * bool(note)}; run: {again}")
         return 3 if empty else 0
 
 
@@ -211,12 +214,12 @@ def _of_environment(out: Path, about: EnvironmentRun) -> list[Column]:
     found = {column.framework: column for column in _of_run(out)} if (out / SUMMARY).exists() else {}
     # Of an address only the file: the rest names folders of one machine, or holds a password.
     own = {name: re.split("[?#]", found)[0].rpartition("/")[2][:100] for name, found in LOCKED.findall(about.lock)}
-    columns = []
+    columns, of_environment = [], shlex.join(shlex.split(about.command)[:5])  # the run's options follow in a square
     for backend in dict.fromkeys([*found, *([] if found else about.backends)]):
         empty = Column(framework=backend, version=about.name, started="", device=NOT_RUN, versions={}, squares={})
         column = found.get(backend, empty)
         squares = {
-            row: replace(square, reproduce=_again(about.command, square.reproduce, without=OF_MATRIX))
+            row: replace(square, reproduce=_again(of_environment, square.reproduce, without=OF_MATRIX))
             for row, square in column.squares.items()
         }
         about_it = {"version": about.name, "note": _cause(about.note)[:LONGEST_NOTE], "command": about.command}

@@ -27,11 +27,14 @@ from conformance.core.environments import Environment, Made, Unmade, make_enviro
 from conformance.core.errors import Parser, UsageError, did_you_mean
 from conformance.core.packages import canonical, load_command, package_version
 from conformance.core.process import Stopped, signal_group, stop_code
+from conformance.matrix.cell import Cell
 from conformance.matrix.options import AtOnce, Kept, Options, Ranks, Selection
+from conformance.matrix.profile import select_cells
 from conformance.records.record_format import dumps
 from conformance.results.output_folders import EnvironmentRun, write_environment
 from conformance.results.run_results import SUMMARY, read_run, read_summary
 from conformance.results.verdict import STATES
+from conformance.runner.preflight import check_device
 
 SEVERITY = (0, 3, 1)  # exit codes, the most important last
 Pins = Mapping[str, str]  # exact versions by package
@@ -48,6 +51,7 @@ def matrix_command(options: argparse.Namespace) -> int:
     backends = tuple(options.backend or registered_backends())
     out, arguments = output_folder(options.out), _given(options, Selection, Ranks, AtOnce, Kept)
     arguments += ["--no-bisect"] * options.no_bisect
+    _check_selection(options)
     codes, notes, stopped = list[int](), dict[str, tuple[str, str]](), 0
     for name, wanted in chosen.items():
         setting = [f"{key}={value}" for key, value in wanted.variables.items()]
@@ -71,12 +75,20 @@ def matrix_command(options: argparse.Namespace) -> int:
     folders = [out / name for name in notes]
     cells = [cell.id for folder in folders if (folder / SUMMARY).is_file() for cell in read_summary(folder)[1]]
     called = {cell.split("/")[2] for cell in cells} or {name.rpartition(":")[2].lower() for name in backends}
+    patterns = [word for pattern in options.cells or () for word in ("--cells", pattern)]
+    others = [*Selection.from_options(options).arguments(without="cells"), *_given(options, Ranks, AtOnce, Kept)]
+    others += ["--no-bisect"] * options.no_bisect  # squares of the site add their own --cells
+    again = {}
     for name, (lock, note) in notes.items():
-        again = shlex.join(["parity", "matrix", str(options.file), "--environment", name])
-        about = EnvironmentRun(name=name, lock=lock, note=note, command=again, backends=tuple(sorted(called)))
+        command = ["parity", "matrix", str(options.file), "--environment", name, *others]
+        again[name] = shlex.join([*command, *patterns])
+        about = EnvironmentRun(
+            name=name, lock=lock, note=note, command=shlex.join(command), backends=tuple(sorted(called))
+        )
         write_environment(out / name, about)
-    load_command("publish").run(argparse.Namespace(outs=folders, to=out, against=None))
-    print(*_summary(folders), sep="\n")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # a line for each backend in an environment
+        load_command("publish").run(argparse.Namespace(outs=folders, to=out, against=None))
+    print(printed.getvalue().partition("\n")[0], *_summary(folders, again), sep="\n")
     return stopped or max((code if code in SEVERITY else EXIT["incomplete"] for code in codes), key=SEVERITY.index)
 
 
@@ -103,6 +115,14 @@ def _given(options: argparse.Namespace, *kinds: type[Options]) -> list[str]:
     return [word for kind in kinds for word in kind.from_options(options).arguments()]
 
 
+def _check_selection(options: argparse.Namespace) -> list[Cell]:
+    """Returns the selected cells before an environment is made; none where an adapter is given as module:Class, whose
+    name may be known in the environments only. Raises UsageError."""
+    check_device(Ranks.from_options(options))
+    is_known = all(":" not in name for name in options.backend or ())
+    return select_cells(Selection.from_options(options)) if is_known else []
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -115,8 +135,11 @@ def _chosen(found: Mapping[str, Environment], names: Sequence[str], file: Path) 
     return {name: found[name] for name in names or found}
 
 
-def _summary(folders: Sequence[Path]) -> list[str]:
-    """Returns how many cells each environment has in each state, and the cells whose state is not the same in all."""
+def _summary(folders: Sequence[Path], again: Mapping[str, str]) -> list[str]:
+    """Returns how many cells each environment has in each state, and the cells whose state is not the same in all.
+
+    again: for each environment, the command that runs it once more.
+    """
     states: dict[str, dict[str, str]] = {}
     for out in folders:
         listed = read_summary(out)[1] if (out / SUMMARY).is_file() else []
@@ -124,7 +147,7 @@ def _summary(folders: Sequence[Path]) -> list[str]:
     lines = []
     for name, cells in states.items():
         counts = ", ".join(f"{count} {state}" for state, count in Counter(cells.values()).items())
-        lines.append(f"{name}: {counts or 'nothing was run'}")
+        lines.append(f"{name}: {counts or f'nothing was run; run: {again[name]}'}")
     for cell in dict.fromkeys(cell for cells in states.values() for cell in cells):
         found = {name: cells[cell] for name, cells in states.items() if cell in cells}
         if len({*found.values()}) > 1:
@@ -153,6 +176,7 @@ class Answer:
         return ": ".join(filter(None, (self.state or "no environment", first + traceback)))
 
 
+CANNOT_BE_RUN = "cannot be run"  # a state: neither of two such answers says what a cell does
 Ask = Callable[[Pins], Answer]
 
 
@@ -176,6 +200,11 @@ class Bisection:
         for place, answer in ((good, first), (bad, last)):
             if not answer.state:
                 raise UsageError(f"{self.names[place]} has no answer ({answer.reason}); give other --good and --bad")
+        if first.key == last.key and first.state == CANNOT_BE_RUN:
+            raise UsageError(
+                f"it can be run neither with {self.names[good]} nor with {self.names[bad]} ({last.reason}); give other "
+                f"--good and --bad"
+            )
         if first.key == last.key:
             raise UsageError(
                 f"{self.names[good]} and {self.names[bad]} give the same answer ({first}); give other --good and --bad"
@@ -198,6 +227,13 @@ class Bisection:
 
 def blame_command(options: argparse.Namespace) -> int:
     """Names the package, and its release, at which a cell or a script changed, with the answers before and after."""
+    options.cells = [options.cell]
+    if options.cell.endswith(".py"):
+        _check_script(Path(options.cell))
+    else:
+        options.backend = options.backend or [_backend_of(options.cell)]
+        if cells := _check_selection(options):
+            _check_number(options.cell, len(cells))
     wanted, good, bad = _ends(options)
     with tempfile.TemporaryDirectory() as folder:
         ask = _ask(options, wanted, Path(folder))
@@ -276,9 +312,6 @@ def _between(package: str, good: str, bad: str, wanted: Environment) -> list[str
 
 def _ask(options: argparse.Namespace, wanted: Environment, folder: Path) -> Ask:
     """Returns the function that runs the cell, or the script, with the given versions."""
-    is_script = options.cell.endswith(".py")
-    options.backend = options.backend or ([] if is_script else [_backend_of(options.cell)])
-    options.cells = [options.cell]
     arguments = [*_given(options, Selection, Ranks), "--no-bisect", "--quiet"]
 
     def ask(pins: Pins) -> Answer:
@@ -287,20 +320,29 @@ def _ask(options: argparse.Namespace, wanted: Environment, folder: Path) -> Ask:
             made = make_environment(replace(wanted, requirements=requirements))
         except Unmade as error:
             return Answer(state="", reason=str(error))
-        if is_script:
+        if options.cell.endswith(".py"):
             return _answer_of_script(Path(options.cell), made)
         out = folder / str(len([*folder.iterdir()]))
         try:
             run_in(made, out, options.backend, arguments)
         except UsageError as error:
-            return Answer(state="cannot be run", reason=str(error))
+            return Answer(state=CANNOT_BE_RUN, reason=str(error))
         _, entries = read_run(out)
-        if len(entries) != 1:
-            raise UsageError(f"{options.cell} is {len(entries)} cells; give the id of one, as parity list shows it")
+        _check_number(options.cell, len(entries))
         verdict = entries[0].verdict
         return Answer(state=STATES[verdict.state].name, stage=verdict.first_stage, reason=verdict.reason)
 
     return ask
+
+
+def _check_number(cell: str, cells: int) -> None:
+    if cells != 1:
+        raise UsageError(f"{cell} is {cells} cells; give the id of one, as parity list shows it")
+
+
+def _check_script(script: Path) -> None:
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}")
 
 
 def _backend_of(cell: str) -> str:
@@ -312,8 +354,6 @@ def _backend_of(cell: str) -> str:
 
 def _answer_of_script(script: Path, made: Made, *, seconds: float = 600) -> Answer:
     """Runs a script, such as of docs/findings: its exit code is the answer, or what it raised, or that it timed out."""
-    if not script.is_file():
-        raise UsageError(f"there is no script {script}")
     command = [made.python, script.name]
     pipe = subprocess.PIPE
     with subprocess.Popen(

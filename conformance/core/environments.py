@@ -45,6 +45,8 @@ _SUITE = ("conformance", "impl", "parity", "reports")
 _HASH = " --hash=sha256:"
 _BEST = ("--index-strategy", "unsafe-best-match")  # of all indexes, as pip does
 _ERROR = re.compile("error|ERROR|\N{MULTIPLICATION SIGN}")  # pip's and uv's
+_IGNORED = re.compile("ERROR: Ignored the following .*versions")
+_RELEASES = re.compile(r"\(from versions: .*, ((?:[^,()]+, ){3}[^,()]+)\)")
 PIN = re.compile(r"^([\w.-]+)==([^\s;\\]+)", re.MULTILINE)
 LOCKED = re.compile(r"^([\w.-]+)(?:\[[^\]]*\])?(?:==| @ )([^\s;\\]+)", re.MULTILINE)  # NAME==VERSION, or NAME @ URL
 _NO_PIN = re.compile(rf"^(?!{PIN.pattern[1:]})[^\s#].*?(?= --hash| \\|$)", re.MULTILINE)  # NAME @ URL
@@ -183,7 +185,7 @@ def called(command: Sequence[str], *arguments: str) -> str:
     if done.returncode:
         lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["no output"]
         first = next((place for place, line in enumerate(lines) if _ERROR.match(line)), 0)
-        told = [_shortened(line.removeprefix("ERROR: ")) for line in lines[first:]]
+        told = [_shortened(line.removeprefix("ERROR: ")) for line in lines[first:] if not _IGNORED.match(line)]
         raise Unmade("; ".join(told if len(told) < 9 else [*told[:4], "...", *told[-4:]]))
     return done.stdout
 
@@ -287,4 +289,5 @@ def _version_of(python: str) -> str:
 
 
 def _shortened(line: str) -> str:
+    line = _RELEASES.sub(r"(the newest: \1)", line)
     return line if len(line) <= 400 else f"{line[:200]} ... {line[-200:]}"

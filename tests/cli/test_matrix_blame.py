@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,6 +55,13 @@ def test_bisection_ends_beside_the_change(letters: str, ends: list[int]) -> None
     found, one = bisected(letters)
     assert found == ends
     assert len(one.answers) <= 2 + len(letters) // 2 or "." in letters or "x" in letters
+
+
+def test_ends_that_cannot_be_run_are_no_answer() -> None:
+    sets = [{"p": "1"}, {"p": "2"}]
+    one = Bisection(names=["p 1", "p 2"], sets=sets, ask=lambda _: Answer(state=command.CANNOT_BE_RUN, reason="no q"))
+    with pytest.raises(UsageError, match=r"it can be run neither with p 1 nor with p 2 \(no q\)"):
+        one.run()
 
 
 @pytest.mark.parametrize(("letters", "words"), [("ggg", "give the same answer"), (".gb", "has no answer")])
@@ -235,6 +243,10 @@ def test_an_environment_without_variables_is_found_again(tmp_path: Path, monkeyp
         ("error: No solution found\n  cause: b is not in the registry", "error: No solution found; cause: b is not"),
         ("python3.12: not found", "python3.12: not found"),
         ("", "no output"),
+        (
+            f"ERROR: Ignored the following yanked versions: 1.5\nERROR: No b (from versions: {', '.join('123456789')})",
+            "No b (the newest: 6, 7, 8, 9)",
+        ),
     ],
 )
 def test_the_words_of_an_installer_are_kept(told: str, words: str) -> None:
@@ -343,6 +355,47 @@ def test_cells_run_in_environments_made_on_demand(tmp_path: Path, monkeypatch: p
     assert (told["before"]["state"], told["after"]["stage"]) == ("pass", "clipped update")
     assert "requires a different Python" in told["skipped"]["1.1"]
     assert not [python for _, python in registry._there if python.startswith(str(tmp_path))]  # no process is left
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["blame", "sft-packd/llama/fsdp2/dp2/exact", "--package", "b"], "no cell matches 'sft-packd/.*'sft-packed'"),
+        (["blame", "*/*/fsdp2/*/exact", "--package", "b"], r"is \d+ cells; give the id of one"),
+        (["blame", "no.py", "--package", "b"], "there is no script no.py"),
+        (["matrix", "one.toml", "--cells", "sft-packed/llama/fsdp2/dp9/exact"], "no cell matches 'sft-packed/llama"),
+        (["matrix", "one.toml", "--profile", "quik"], "no profile 'quik'"),
+    ],
+)
+def test_wrong_cells_are_told_before_an_environment_is_made(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def make(wanted: Environment) -> Made:
+        pytest.fail("an environment was made")
+
+    monkeypatch.setattr(command, "make_environment", make)
+    monkeypatch.chdir(tmp_path)
+    Path("one.toml").write_text("[environments.one]\nrequirements = []\n")
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert re.search(message, told)
+    assert told.count("\n") == 1
+    assert [*tmp_path.iterdir()] == [tmp_path / "one.toml"]
+
+
+def test_why_an_environment_cannot_be_made_is_told_once(stubs: Path, capsys: Any) -> None:
+    """The command that runs it again has the options that were given, but for the folder, which is in use."""
+    file, out = stubs.with_name("one.toml"), stubs.with_name("out")
+    file.write_text('[environments.one]\nrequirements = ["b==2"]\n')
+    given = "--profile gpu --backend fsdp2 --backend megatron"
+    cells = "--cells 'sft-packed/*/dp2/exact'"
+    assert main(["matrix", str(file), *shlex.split(f"{given} {cells}"), "--out", str(out)]) == 3
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("no wheel of b 2") == 1
+    assert f"one: nothing was run; run: parity matrix {file} --environment one {given} {cells}\n" in told.out
+    assert [column.command for column in read_board(out / "board.json").columns] == [
+        f"parity matrix {file} --environment one {given}"
+    ] * 2
 
 
 def test_a_matrix_that_is_stopped_shows_what_was_run(stubs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
