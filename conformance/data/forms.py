@@ -368,8 +368,9 @@ def _sample(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> 
         return _with_system(record, replace(pair(question, answer), tools=tools, is_pair=not tools), place)
     if len(values) == 1 and isinstance(values[0], str):
         raise UsageError(f"{place}: {columns[0]!r} must be a list of messages, got the text {shown(values[0])}")
-    *before, last = [_turns(value, key, place) for value, key in zip(values, columns, strict=True)]
-    if len(values) == 2 and isinstance(values[1], str):
+    is_pair = len(values) == 2
+    *before, last = [_turns(value, key, place, may_be_text=is_pair) for value, key in zip(values, columns, strict=True)]
+    if is_pair and isinstance(values[1], str):
         last = [{"role": "assistant", "content": text_of(values[1], columns[1], place)}]
     if before and last[0]["role"] != "assistant":  # TRL's implicit prompt: the output repeats the input
         before = []
@@ -414,13 +415,17 @@ def _tokenized(record: Mapping[str, Any], tokens: Any, place: Place) -> Sample:
     return Sample(tokens=tuple(tokens), targets=targets, columns=columns)
 
 
-def _turns(value: Any, key: str, place: Place) -> list[Message]:
+def _turns(value: Any, key: str, place: Place, *, may_be_text: bool) -> list[Message]:
     """Returns the turns of a conversation with the roles of chat templates. Raises UsageError."""
     if isinstance(value, str):
         return [{"role": "user", "content": text_of(value, key, place)}]
-    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+    if value == []:
+        raise UsageError(f"{place}: {key!r} is an empty list; give it messages, or leave the sample out")
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        text_or = "a text, or " * may_be_text
         raise UsageError(
-            f"{place}: {key!r} must be a text, or a list of messages with 'role' and 'content', got {shown(value)}"
+            f"{place}: {key!r} must be {text_or}a list of messages with 'role' and 'content', got {shown(value)}; "
+            f"correct or remove the sample"
         )
     turns: list[Message] = []
     for number, turn in enumerate(value, start=1):

@@ -33,6 +33,9 @@ PREFERENCE_COLUMNS = ("chosen", "rejected")
 LABELLED_COLUMNS = frozenset({"prompt", "completion", "label"})
 STEPWISE_COLUMNS = ("prompt", "completions", "labels")
 
+_READ = "; pandas converts it: pandas.read_csv(FILE{}).to_json('data.jsonl', orient='records', lines=True)"
+_CONVERTED = {".csv": _READ.format(""), ".tsv": _READ.format(r", sep='\t'")}
+
 Record = dict[str, Any]
 Place = str  # where a record was found, for messages: "FILE, line 3"
 
@@ -52,9 +55,10 @@ def read_dataset(path: Path, *, most: int | None = None, split: str | None = Non
     elif path.suffix == ".parquet":
         records = _numbered(path, _read_parquet(path))[:most]
     else:
+        how = _CONVERTED.get(kind, "")
         raise UsageError(
             f"{path}: cannot read {path.suffix or 'a file without a suffix'}; give a .jsonl, .json or .parquet file "
-            f"(.jsonl.gz, .json.gz, .jsonl.zst), or the folder that datasets' save_to_disk wrote"
+            f"(.jsonl.gz, .json.gz, .jsonl.zst), or the folder that datasets' save_to_disk wrote{how}"
         )
     if not records:
         raise UsageError(f"{path} is empty; it needs at least one sample")

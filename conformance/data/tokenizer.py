@@ -121,10 +121,14 @@ def _of_steps(sample: Sample, tokenizer: Any) -> Encoded:
     return tuple(tokens), tuple(targets)
 
 
+class _NoTemplate(UsageError):
+    """Says that the conversations of a data set need a chat template, whichever of them is asked for."""
+
+
 def _without_template(sample: Sample, tokenizer: Any) -> tuple[list[int], list[tuple[int, int]]]:
     """Joins the two texts of a sample and the end-of-sequence token."""
     if not sample.is_pair:
-        raise UsageError(
+        raise _NoTemplate(
             "a conversation needs a chat template, and the tokenizer has none; give chat_template.jinja to the model's "
             "folder, or two columns of texts"
         )
@@ -357,11 +361,9 @@ class Documents:
         if len(tokens) > limit and self.config.too_long == "drop":
             return None
         if not any(targets[:limit]):
-            self._raise_too_long(
-                "leaves no room for a target token in", lambda one: not any(one[1][:limit]), instead="drop"
-            )
+            self._raise_too_long("leaves no room for a target token in", lambda one: not any(one[1][:limit]))
         if len(tokens) > limit and (self.config.too_long == "error" or IMAGE in columns):  # an image cannot be cut
-            self._raise_too_long("is too short for", lambda one: len(one[0]) > limit, instead="truncate")
+            self._raise_too_long("is too short for", lambda one: len(one[0]) > limit)
         return Document(tokens[:limit], targets[:limit], columns)
 
     def check_packing(self) -> None:
@@ -384,7 +386,7 @@ class Documents:
         """Returns the error for data whose documents are all left out."""
         return UsageError(
             f"all {len(self)} documents of {self.config.path} have more than --max-len {self.config.max_len} tokens "
-            f"(data.max_len); {self.advice()}, or --too-long truncate"
+            f"(data.max_len); {self.advice()}{self._instead()}"
         )
 
     def advice(self) -> str:
@@ -408,12 +410,27 @@ class Documents:
         shortest = min(likely)
         limits = {*likely, *(length + shortest for length in likely)} if self.config.packed else {*likely}
         for limit in sorted(limit for limit in limits if limit > self.config.max_len):
-            kept = [tokens for tokens in every if len(tokens) <= limit]
-            lengths = [len(tokens) for tokens in kept[: self._likely]]
-            is_packed = not self.config.packed or 2 * _count_alone(lengths, limit) < len(lengths)
-            if len(set(kept)) > 1 and is_packed:
+            if self._serves(limit, "drop"):
                 return limit
         return max(limits)  # all documents are the same, or long enough already: nothing serves better
+
+    def _serves(self, limit: int, too_long: str) -> bool:
+        """Tells whether two different documents are left when those of more than ``limit`` tokens are cut ("truncate")
+        or left out ("drop"). With packing, the documents must also fit into rows of two. This tokenizes every document.
+        """
+        every = [(*self._encode(index), IMAGE in self._samples[index][1].columns) for index in range(len(self))]
+        if too_long == "drop":
+            every = [one for one in every if len(one[0]) <= limit]
+        elif any(not any(targets[:limit]) or (with_image and len(targets) > limit) for _, targets, with_image in every):
+            return False
+        kept = [tokens[:limit] for tokens, *_ in every]
+        lengths = [len(tokens) for tokens in kept[: self._likely]]
+        return len(set(kept)) > 1 and (not self.config.packed or 2 * _count_alone(lengths, limit) < len(lengths))
+
+    def _instead(self) -> str:
+        """Names the other values of ``too_long`` that serve with the present ``max_len``, as the end of an advice."""
+        others = [how for how in ("truncate", "drop") if how != self.config.too_long]
+        return "".join(f", or --too-long {how}" for how in others if self._serves(self.config.max_len, how))
 
     def warn_of_length(self) -> None:
         """Warns how many of the documents so far were too long. Built-in data are exempt: there it is intended."""
@@ -432,6 +449,8 @@ class Documents:
                 with computing_at_most(SAMPLE_LIMIT_S):
                     encoded = self._shared.get(key) if sample.messages else None
                     self._encoded[index] = encoded or encode(sample, self._tokenizer)
+            except _NoTemplate as error:
+                raise UsageError(f"{self.config.path} and {self._tokenizer.name_or_path}: {error}") from None
             except Exception as error:  # a user's template may raise anything
                 place = sample.place or f"sample {number} of {self.config.path}"
                 raise not_encoded(self._tokenizer.name_or_path, place, error) from None
@@ -442,13 +461,13 @@ class Documents:
                 self._report_at = now + REPORT_EVERY_S
         return self._encoded[index]
 
-    def _raise_too_long(self, what: str, is_wrong: Callable[[Encoded], bool], *, instead: str) -> NoReturn:
+    def _raise_too_long(self, what: str, is_wrong: Callable[[Encoded], bool]) -> NoReturn:
         """Raises UsageError. Every document is tokenized before, so that the named length suffices for all."""
         needed = self._sufficient()
         count = sum(map(is_wrong, self._encoded.values()))
         raise UsageError(
             f"--max-len {self.config.max_len} (data.max_len) {what} {count} of {len(self)} documents of "
-            f"{self.config.path}; use --max-len {needed} or more, or --too-long {instead}"
+            f"{self.config.path}; use --max-len {needed} or more{self._instead()}"
         )
 
     def _sufficient(self) -> int:

@@ -250,7 +250,8 @@ def test_a_step_of_few_rows_still_has_targets(rows: int, few: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("d.csv", "question,answer\n", r"cannot read \.csv; give a \.jsonl, \.json or \.parquet file"),
+        ("d.csv", "question,answer\n", r"cannot read \.csv; give a \.jsonl, \.json or .*read_csv\(FILE\)\.to_json"),
+        ("d.tsv", "question\tanswer\n", r"cannot read \.tsv; .*read_csv\(FILE, sep='\\t'\)\.to_json"),
         ("d.jsonl", "", "is empty"),
         (
             "d.jsonl",

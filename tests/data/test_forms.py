@@ -181,8 +181,10 @@ def test_unused_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"messages": []}, "'messages' must be a text, or a list of messages with 'role' and 'content'"),
-        ({"messages": ["hello"]}, "'messages' must be a text, or a list of messages"),
+        ({"messages": []}, "'messages' is an empty list; give it messages, or leave the sample out"),
+        ({"messages": ["hello"]}, "'messages' must be a list of messages with 'role' and 'content', got"),
+        ({"messages": "hello"}, "'messages' must be a list of messages, got the text"),
+        ({"prompt": 5, "completion": TURNS[1:]}, "'prompt' must be a text, or a list of messages with 'role'"),
         ({"instruction": "a", "input": ["c"], "output": "b"}, "'input' must be a non-empty text"),
         ({"system": "a", "system_prompt": "b", "messages": TURNS[1:]}, "different system messages; keep one"),
         ({"system": "Be long.", "messages": TURNS}, "system and the conversation hold different system messages"),

@@ -98,6 +98,30 @@ def test_data_of_which_nothing_is_left_is_refused(build: Build, packed: bool) ->
     assert build(max_len=demanded(why.value), too_long="drop", packed=packed)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("max_len", [6, 16, 30, 60])
+@pytest.mark.parametrize("too_long", ["error", "drop", "truncate"])
+@pytest.mark.parametrize("kind", ["alike", "ragged", "long prompts"])
+def test_every_advice_on_long_documents_serves(
+    build: Build, packed: bool, max_len: int, too_long: str, kind: str
+) -> None:
+    """Followed one by one: none leads to another refusal."""
+    texts = {
+        "alike": [(f"{n} and {n}?", f"yes {n}") for n in range(10, 40)],
+        "ragged": [("how " * (n % 9), f"{n} of them " * (1 + n % 7)) for n in range(30)],
+        "long prompts": [(f"{n} " * 70, f"yes {n}") for n in range(30)],
+    }[kind]
+    given: dict[str, Any] = {"max_len": max_len, "too_long": too_long, "packed": packed, "rows": 24}
+    try:
+        build(texts, **given)
+    except UsageError as refused:
+        lengths, others = (re.findall(rf"--{name} (\w+)", str(refused)) for name in ("max-len", "too-long"))
+        for length in lengths[1:]:
+            build(texts, **given | {"max_len": int(length)})
+        for other in others:
+            build(texts, **given | {"too_long": other})
+
+
 def spread() -> list[tuple[str, str]]:
     """Short problems, longer ones, and one with a prompt that is longer than all of them together."""
     return [(f"{n}?", "yes " * (2 + n % 7)) for n in range(20)] + [("how many " * 700, "ten")]
