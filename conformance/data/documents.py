@@ -60,7 +60,8 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     for _, sample in sorted(samples, key=lambda each: each[0]):
         if IMAGE in sample.columns:
             check_images(sample.tokens, sample.columns, decoder.image_config, sample.place)
-    check_vocabulary([document for batch in batches for document in batch.documents], model, decoder.vocab_size)
+    used = [document for batch in batches for document in batch.documents]
+    _check_vocabulary(used, samples, model, decoder.vocab_size)
     return batches
 
 
@@ -136,21 +137,35 @@ def _check_variety(batches: Sequence[Batch], documents: Documents, model: Path) 
         )
 
 
-def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> None:
-    """Raises UsageError for tokens beyond the ``size`` of the vocabulary of the Hugging Face folder ``model``."""
+def _check_vocabulary(
+    documents: Sequence[Document], samples: Sequence[tuple[int, Sample]], model: Path, size: int
+) -> None:
+    """Raises UsageError for tokens beyond the ``size`` of the vocabulary of the Hugging Face folder ``model``.
+
+    samples: (number in the data set, sample), from which the documents are. Those that were tokenized before are named.
+    """
     largest = max(max(document.tokens) for document in documents)
-    if largest >= size:
-        raise UsageError(
-            f"the tokenizer in {model} gives token {largest}, and the vocabulary of its config.json has {size}; give "
-            f"the folder the tokenizer of this model"
-        )
+    if largest < size:
+        return
+    for _, sample in sorted(samples, key=lambda each: each[0]):
+        if beyond := [token for token in sample.tokens if token >= size]:
+            raise UsageError(
+                f"{sample.place}: token {beyond[0]} is beyond the vocabulary of {size} of {model}; tokenize the data "
+                f"with the tokenizer of this model, or give the model that they were tokenized for"
+            )
+    raise UsageError(
+        f"the tokenizer in {model} gives token {largest}, and the vocabulary of its config.json has {size}; give "
+        f"the folder the tokenizer of this model"
+    )
 
 
-def load_documents(config: DataConfig, tokenizer: Any, reads: Reads = "samples") -> list[Document]:
+def load_documents(
+    config: DataConfig, tokenizer: Any, reads: Reads = "samples", *, vocabulary: int | None = None
+) -> list[Document]:
     """Returns all documents of a data set, in its order, those of a pair in turn; see conformance.data.tokenizer.
 
-    Raises UsageError if the tokenizer cannot encode a sample, if ``config.max_len`` is too short, and if all documents
-    are left out.
+    Raises UsageError if the tokenizer cannot encode a sample, if ``config.max_len`` is too short, if all documents are
+    left out, and for tokens beyond the ``vocabulary``, if it is given.
     """
     samples = samples_in_turn(config, reads)
     documents = Documents(samples, config, tokenizer, likely=len(samples))
@@ -159,6 +174,8 @@ def load_documents(config: DataConfig, tokenizer: Any, reads: Reads = "samples")
     documents.warn_of_length()
     if not kept:
         raise documents.none_left()
+    if vocabulary is not None:
+        _check_vocabulary(kept, samples, Path(tokenizer.name_or_path), vocabulary)
     return kept
 
 

@@ -27,7 +27,7 @@ from conformance.backends.protocol import Unsupported, find_backend
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import cache_folder
 from conformance.core.io import Unwritable, read_json, write_file
-from conformance.data.documents import check_vocabulary, load_documents, samples_in_turn
+from conformance.data.documents import load_documents, samples_in_turn
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.folder_checks import CONFIG, runs_code
 from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes
@@ -137,9 +137,8 @@ def _documents(config: TrainConfig, data: DataConfig) -> list[Document]:
     """Returns all samples of a data set, in order, tokenized for the policy."""
     scenario, model = config.scenario, config.models[result_of(config.scenario.objective).name]
     trusted = scenario.trust_remote_code
-    documents = load_documents(data, load_tokenizer(model, trusted=trusted), scenario.objective.reads)
-    check_vocabulary(documents, model, _vocabulary_size(model, trusted=trusted))
-    return documents
+    tokenizer, size = load_tokenizer(model, trusted=trusted), _vocabulary_size(model, trusted=trusted)
+    return load_documents(data, tokenizer, scenario.objective.reads, vocabulary=size)
 
 
 def _prompts(config: TrainConfig, rollout: RolloutConfig) -> PromptInputs:

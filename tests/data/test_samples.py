@@ -165,6 +165,20 @@ def test_a_broken_tokenizer_is_named(name: str, content: str, message: str, tmp_
     one_line(error)
 
 
+def test_tokens_of_another_vocabulary_are_named_by_line(tmp_path: Path) -> None:
+    """Of data that were tokenized before, which no tokenizer of the model's folder is to blame for."""
+    size = json.loads((LLAMA / "config.json").read_text())["vocab_size"]
+    file = tmp_path / "tokens.jsonl"
+    rows = [{"input_ids": (ids := [1, 2 + n % 9, 4, size + 5 if n == 6 else 3]), "labels": ids} for n in range(24)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = rf"^{file}, line 7: token {size + 5} is beyond the vocabulary of {size} of {LLAMA}; tokenize the data"
+    values = {"name": "any", "model": str(LLAMA), "precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.1}}
+    with pytest.raises(UsageError, match=message):
+        build_batches(parse_scenario(values | {"data": {"path": str(file)}}), LLAMA)
+    with pytest.raises(UsageError, match=message):
+        load_documents(DataConfig(path=str(file)), load_tokenizer(LLAMA), vocabulary=size)
+
+
 def test_a_tokenizer_of_another_model_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(LLAMA, folder)
