@@ -162,11 +162,17 @@ class Run:
 
     def how_to_end(self, out: Path) -> str:
         """Returns how the run in ``out`` is completed, for a message; empty if it has ended, or cannot be resumed."""
+        if self.finished or not (command := self.resumed(out)):
+            return ""
+        return f"the run in {out} has not ended; go on with it: {command}"
+
+    def resumed(self, out: Path) -> str:
+        """Returns the command that resumes the run in ``out``; empty for what was not started by `parity run`."""
         words = shlex.split(self.command)
-        if self.finished or words[:2] != ["parity", "run"]:
+        if words[:2] != ["parity", "run"]:
             return ""
         own = [word for before, word in pairwise(["", *words]) if not {before, word.partition("=")[0]} & _FROM_FOLDER]
-        return f"the run in {out} has not ended; go on with it: {shlex.join([*own, '--resume', str(out)])}"
+        return shlex.join([*own, "--resume", str(out)])
 
     def since(self, outcomes: Mapping[str, Outcome]) -> Since | None:
         """Compares how the cells ended, by id, with the baseline; None if the run has no baseline or is one part of

@@ -49,10 +49,9 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs:
     _refuse_links(out)
     recover(out)
     earlier = read_part(out)
+    command = earlier.run.resumed(out) or earlier.run.command
     if earlier.run.selected != plan.digest and (changes := _option_changes(earlier.run.selection, selection)):
-        raise UsageError(
-            f"{out} has other options than this run: {changes}. The command of {out}: {earlier.run.command}"
-        )
+        raise UsageError(f"{out} has other options than this run: {changes}; go on with it: {command}")
     wanted = Run(
         started="",
         finished=None,
@@ -68,7 +67,7 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs:
     check_parts([earlier, Part(name="this run", run=wanted, entries=(), version=earlier.version)])
     if earlier.run.floor.shards != plan.floor.shards:
         shards = ", ".join(earlier.run.floor.shards) or "all cells"
-        raise UsageError(f"{out} has {shards}; resume it with the same --shard: {earlier.run.command}")
+        raise UsageError(f"{out} has {shards}; resume it with the same --shard: {command}")
     _check_inputs(earlier, plan, selection=selection, inputs=inputs)
     rewrite_summary(out)  # a killed run has written verdicts that are missing in its summary
     run, cells = read_cells(out)

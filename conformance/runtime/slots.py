@@ -73,6 +73,7 @@ class Lane:
         self.worker_groups: dict[tuple[str, WorkerGroupConfig], WorkerGroup] = {}
         self._used: set[int] = set()  # numbers of worker groups that have run a task
         self._running: WorkerGroup | None = None
+        self._is_aborted = False
 
     def run(
         self,
@@ -118,7 +119,7 @@ class Lane:
                 self.retire_all("another worker group here ran out of memory")
             return failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began, used=used)
         except BaseException:
-            self._retire(key, config, why="interrupted")
+            self._retire(key, config, why="interrupted", level=logging.DEBUG)
             raise
         finally:
             self._running = None
@@ -149,6 +150,7 @@ class Lane:
 
     def abort(self) -> None:
         """Ends all processes, from another thread. The running task and all later ones fail."""
+        self._is_aborted = True
         self._starter.terminate()
 
     def retire_all(self, why: str) -> None:
@@ -181,6 +183,7 @@ class Lane:
         worker_group = self.worker_groups.pop((key, config), None)
         if worker_group is not None:
             ranks = f"{config.size} rank{'s' * (config.size > 1)}"
+            level = logging.DEBUG if self._is_aborted else level  # the user has stopped the run
             logger.log(level, "worker group %d (%s, %s) is retired: %s", worker_group.number, key, ranks, why)
             if left := worker_group.bury():
                 logger.error(

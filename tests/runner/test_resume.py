@@ -178,8 +178,14 @@ def test_the_first_failure_ends_a_run_that_is_asked_to(chosen: list[str], tmp_pa
         (["--rerun", "failed"], "--rerun selects cells of an earlier run; add --resume OUT"),
         (["--resume", "OUT", "--out", "new"], "--resume continues in the folder of the earlier run; omit --out"),
         (["--resume", "nowhere"], "there is no nowhere/summary.json"),
-        (["--resume", "OUT", "--seed", "1"], "has other options than this run: this one has --seed 1. "),
-        (["--resume", "OUT", "--max-len", "90", "--cells", "*"], "this one has --max-len 90 --cells *. "),
+        (
+            ["--resume", "OUT", "--seed", "1"],
+            "has other options than this run: this one has --seed 1; go on with it: parity run ",
+        ),
+        (
+            ["--resume", "OUT", "--max-len", "90", "--cells", "*"],
+            "this one has --max-len 90 --cells *; go on with it: parity",
+        ),
         (["--resume", "OUT", "--min-judged", "1"], "do not belong together: demand min_judged 0 and 1"),
         (["--resume", "OUT", "--shard", "1/2"], "do not belong together: number of shards '1' and '2'"),
     ],
@@ -190,7 +196,11 @@ def test_a_folder_of_another_run_is_not_continued(
     before = {path: path.stat().st_mtime_ns for path in run.rglob("verdict.json")}
     given = [str(run) if argument == "OUT" else argument for argument in arguments]
     assert cli.main(["run", *chosen, *given]) == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told
+    if "go on with it" in told:
+        assert told.endswith(f" --resume {run}\n")
+        assert "--out" not in told
     assert {path: path.stat().st_mtime_ns for path in run.rglob("verdict.json")} == before
 
 

@@ -5,6 +5,7 @@ The runs are processes of their own, because a signal ends all of a process.
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -263,8 +264,9 @@ def test_ctrl_c_stops_the_run_unless_it_begins_to_debug(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path) -> None:
-    """Its runs have a thread and a worker group of their own."""
+def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its runs have a thread and a worker group of their own. That the group ends is no news to whoever stopped it."""
+    caplog.set_level(logging.INFO)
     oracles = Oracles(root=tmp_path, device="cpu", budget_s=60)
     run = Runner(oracles._pool, tmp_path)
     pids: list[int] = oracles._threads.submit(run.pids, size=1).result()
@@ -275,6 +277,7 @@ def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path) -> N
     oracles.__exit__()
     assert time.monotonic() - began < 10
     assert (work.result().state, work.result().kind) == ("failed", "exited")
+    assert "is retired" not in caplog.text
     assert all(is_dead_soon(pid) for pid in pids)
 
 
