@@ -20,6 +20,7 @@ from conformance.core.errors import UsageError
 from conformance.core.host import resolve
 from conformance.core.packages import check_version, is_installed
 from conformance.models.folders import EMBEDDING, HEAD
+from conformance.runtime.gpu_inventory import gpus_of_host
 from conformance.spec.conventions import (
     Float8Products,
     RoundedMasters,
@@ -227,8 +228,14 @@ def _te_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Suppor
             "context parallelism by TransformerEngine is not built in; use sp without te, or te without sp"
         )
     if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.context)
+        if not gpus_of_host():
+            return Unsupported(
+                "there is no GPU, and te needs one (--device cuda) with TransformerEngine; leave te out, or use a "
+                "machine with a GPU"
+            )
         return Unsupported(
-            "te needs TransformerEngine and a GPU; run: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+            "te needs TransformerEngine and --device cuda; run: pip install --no-build-isolation "
+            "'transformer-engine[pytorch]'"
         )
     if refused := machine_refused(layout):
         return Unsupported(refused)

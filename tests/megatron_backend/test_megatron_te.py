@@ -50,10 +50,6 @@ GPUS = torch.cuda.device_count()
         ("gpt-oss", "dp2.te", "bf16", "sinks"),
         ("mistral", "dp2.te", "bf16", "sliding windows; leave te out"),
         ("llama", "sp2.te", "bf16", "use sp without te, or te without sp"),
-        pytest.param(
-            *("llama", "dp2.te", "bf16", r"pip install --no-build-isolation 'transformer-engine\[pytorch\]'"),
-            marks=pytest.mark.skipif(INSTALLED, reason="TransformerEngine is installed here"),
-        ),
     ],
 )
 def test_what_transformer_engine_cannot_do_says_what_would_work(
@@ -61,6 +57,24 @@ def test_what_transformer_engine_cannot_do_says_what_would_work(
 ) -> None:
     cell = cell_of("megatron", "sft-packed", model, layout, precision)
     answer = adapter_of(BACKENDS["megatron"]).supports(cell.scenario, cell.phases[0].layout)
+    assert isinstance(answer, Unsupported)
+    assert re.search(advice, answer.reason), answer.reason
+
+
+@pytest.mark.parametrize(
+    ("gpus", "advice"),
+    [
+        ((), "^there is no GPU, and te needs one .*--device cuda.*; leave te out, or use a machine with a GPU$"),
+        (("GPU-1",), r"--device cuda; run: pip install --no-build-isolation 'transformer-engine\[pytorch\]'$"),
+    ],
+)
+def test_an_installation_is_advised_only_where_there_is_a_gpu(
+    gpus: tuple[str, ...], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "gpus_of_host", lambda: gpus)
+    monkeypatch.setattr(startup, "is_installed", lambda name: name != "transformer-engine" and is_installed(name))
+    cell = cell_of("megatron", "sft-packed", "llama", "dp2.te", "bf16")
+    answer = BACKENDS["megatron"].load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported)
     assert re.search(advice, answer.reason), answer.reason
 
