@@ -41,6 +41,7 @@ from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.batch import Batch, Document, expert_column
 from conformance.spec.layout import Layout
 from conformance.spec.observables import ROUTING, SHARE, SHIFTED, VALUE_GRADIENT, Observable
+from conformance.spec.offline import Sft
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
 
@@ -175,6 +176,7 @@ SAMPLE, REFERENCES = 256, 4  # elements in which a common factor is looked for, 
 FACTOR_ROUNDING = 2.0**-22  # relative: of a multiplication by the factor in float32
 IN_FLOAT32 = ("logprob", "old_logprob", "entropy")
 SMALL = 2.0**-10
+HIDING = 2.0**8  # a weight of one document beside which the digits of others are lost, in part or wholly
 FEWEST = 3  # least number of summands; a sum of two has too many coarse elements
 EMBEDDED = "embed"  # a row of an embedding may have a single summand: the only micro-batch with its token
 STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # the name of the stacked experts of one layer
@@ -195,7 +197,7 @@ def measure_accumulation_precision(
     if scenario.tier.summing == scenario.tier.compute:
         return
     for phase in phases:
-        summands = summands_of_steps(phase, scenario.accumulation)
+        summands = summands_of_steps(phase, scenario)
         for o in gradients:
             by_name: dict[str, list[tuple[float, int]]] = defaultdict(list)  # fractions and summands
             for step in (step for step in phase.steps if summands[step.step] >= FEWEST):
@@ -226,13 +228,18 @@ def measure_accumulation_precision(
                 )
 
 
-def summands_of_steps(phase: Record, accumulation: int) -> Mapping[int, int]:
+def summands_of_steps(phase: Record, scenario: Scenario) -> Mapping[int, int]:
     """Returns the number of summands of a gradient by step: one for each micro-batch with targets of each data-parallel
-    rank, times the ranks that share its rows. Older records do not say which micro-batches have targets."""
+    rank, times the ranks that share its rows; a single one where a document's weight hides all others. Older records
+    do not say which micro-batches have targets."""
     batches = phase.footer.get("batches", ())
     counts = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in batches}
-    ranks = phase.layout.sp * phase.layout.ulysses
-    return {step.step: ranks * counts.get(step.step, accumulation * phase.layout.data) for step in phase.steps}
+    ranks, by_default = phase.layout.sp * phase.layout.ulysses, scenario.accumulation * phase.layout.data
+    weights = dict(enumerate(scenario.objective.document_weights)) if isinstance(scenario.objective, Sft) else {}
+    return {
+        step.step: 1 if weights.get(step.step, 1.0) > HIDING else ranks * counts.get(step.step, by_default)
+        for step in phase.steps
+    }
 
 
 def _of_experts(phase: Record, gradient: Observable, scenario: Scenario, batches: Sequence[Batch]) -> list[float]:

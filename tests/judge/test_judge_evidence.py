@@ -15,7 +15,7 @@ from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, 
 
 from conformance.core.host import FIXTURES
 from conformance.judge.layout_evidence import SHOWN, _all_are_recomputed, unproven
-from conformance.judge.rounding import expert_summands, measure_accumulation_precision
+from conformance.judge.rounding import expert_summands, measure_accumulation_precision, summands_of_steps
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import _judged_rows, judge
 from conformance.judge.work_evidence import other_weights, sums_of
@@ -25,6 +25,7 @@ from conformance.results.verdict import Verdict
 from conformance.spec.batch import Batch, Document, Row, expert_column
 from conformance.spec.conventions import Float8Products
 from conformance.spec.layout import Layout
+from conformance.spec.offline import Sft
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import load_scenario, parse_scenario
 
@@ -148,6 +149,19 @@ def test_a_sum_in_half_precision_shows_in_its_digits(
     assert name in {quantity.tensor for quantity in honest.quantities}
     of_tensors = {name.replace("that", f"of {tensor} that") for tensor in rounded}
     assert coarse(judge([run("wrong", rounded)], oracle=oracle, noise=[noise])) >= of_tensors
+
+
+def test_a_weight_that_hides_other_documents_leaves_one_summand(tmp_path: Path) -> None:
+    record = write(tmp_path / "record")
+
+    def summands(*weights: float) -> list[int]:
+        scenario = load_scenario(FIXTURES / "scenarios/sft-sgd.toml", model="models/llama", precision="bf16")
+        found = summands_of_steps(record, replace(scenario, objective=Sft(document_weights=weights)))
+        return [found[step] for step in (0, 1)]
+
+    alike = summands(2.0, 1.0)
+    assert alike[1] > 1
+    assert summands(2.0, 1e9) == [alike[0], 1]
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
