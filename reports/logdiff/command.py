@@ -37,8 +37,9 @@ class Diff:
         parser.add_argument("--by", choices=("step", "tokens"), default="step", help="what curves are aligned by")
         parser.add_argument(
             "--threshold",
-            type=float,
-            help=f"relative difference that is allowed of two runs (default: {THRESHOLD}); of more, their spread",
+            type=_threshold,
+            help=f"relative difference that is allowed of two runs, as 0.05 or 5%% (default: {THRESHOLD}); of more,"
+            " their spread",
         )
         parser.add_argument(
             "--metric", action="append", default=[], metavar="NAME", help="only this one, such as loss; repeatable"
@@ -67,6 +68,14 @@ class Diff:
 
 
 DIFF = Diff()
+
+
+def _threshold(text: str) -> float:
+    number, percent = text.removesuffix("%"), text.endswith("%")
+    try:
+        return float(number) / 100 if percent else float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number such as 0.05 or 5%, got {text!r}") from None
 
 
 def compare_sides(
@@ -121,9 +130,11 @@ def _next_command(sides: Sequence[Sequence[str]], pairs: "Sequence[Comparison]",
         return f"{command} --metric {shlex.quote(differing.first.name)} --out diff   (draws its curves: diff/diff.html)"
     if not all(one.comparable for one in pairs):
         counted = all(run.tokens for one in pairs for side in one.sides for run in side.runs)
-        if by == "step" and counted:
+        if by == "step" and counted and not all(one.metrics and not one.too_few for one in pairs if one.obstacle):
             return f"{command} --by tokens   (the logs have too few steps in common, but both count tokens)"
-        return "parity diff --help   (the notes say what the logs lack)"
+        if any(one.too_few for one in pairs):
+            return "parity diff --help   (log both runs at the same steps, such as every tenth)"
+        return "parity diff --help   (the first line and the notes say what the logs lack)"
     if several:
         return f"{command} --out diff   (draws the curves and the band: diff/diff.html)"
     return f"{command} --threshold {threshold / 5:g}   (a narrower band)"

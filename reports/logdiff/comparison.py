@@ -1,9 +1,10 @@
 """Compares two sides of training logs: which metrics differ, from which position on, and the likely causes.
 
 The curves of several runs are first put on common positions, by step or by tokens. A counter that begins at 0 in one
-log and at 1 in another is detected and corrected. A log of every tenth step is compared at its own steps; where it logs
-means over the steps between (Hugging Face's Trainer, Megatron), the other run's steps are averaged in the same way. By
-tokens, curves are compared at the positions of the run with the fewest; the other curves are interpolated linearly.
+log and at 1 in another is detected, by the first steps or by the values, and corrected. A log of every tenth step is
+compared at its own steps; where it logs means over the steps between (Hugging Face's Trainer, Megatron), the other
+run's steps are averaged in the same way. By tokens, curves are compared at the positions of the run with the fewest;
+the other curves are interpolated linearly.
 """
 
 import re
@@ -11,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, did_you_mean
 from reports.logdiff.likely_causes import Evidence, LikelyCause, likely_causes
 from reports.logdiff.metrics import (
     METRICS,
@@ -20,17 +22,22 @@ from reports.logdiff.metrics import (
     is_cost,
     is_evaluation,
     is_known,
+    is_loss,
     is_of_rank,
     is_rate,
     is_ratio,
     of_any_size,
 )
+from reports.logdiff.rows import COUNTED
 from reports.logdiff.run import SHOWN, Curve, Decimals, Floats, Run
 from reports.logdiff.tolerance_band import Judged, within_digits, within_spread, within_threshold
 from reports.wording import plural
 
 ENOUGH = 10  # common steps, for an agreement
 CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
+FAR = 10.0  # times nearer: then it says so by itself, whatever the first steps are
+SEVERAL = 5  # steps at which a metric leaves SAME, unless the counter is shifted
+SAME = 0.05  # relative difference of a metric at the same step of two honest runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +55,16 @@ class Aligned:
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """All metrics that every run has, aligned; ``notes`` say what had to be done, ``missing`` who lacks what."""
+    """All metrics that every run has, aligned; ``notes`` say what had to be done, ``missing`` who lacks what.
+
+    refused: why nothing is aligned; empty if something may be.
+    """
 
     by: str
-    metrics: tuple[Aligned, ...]
-    notes: tuple[str, ...]
-    missing: tuple[str, ...]
+    metrics: tuple[Aligned, ...] = ()
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    refused: str = ""
 
 
 def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequence[str] = ()) -> Alignment:
@@ -61,6 +72,8 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
     runs = [*sides[0], *sides[1]]
     if by == "tokens" and (without := [run.name for run in runs if run.tokens is None]):
         raise UsageError(f"{', '.join(without)} counts no tokens; leave out --by tokens, or log them cumulatively")
+    if by == "step" and (refused := _without_steps(runs)):
+        return Alignment(by=by, refused=refused)
     names = list(chosen or sorted(dict.fromkeys(name for run in runs for name in run.curves), key=_in_order))
     missing, notes, metrics = [], [], []
     unknown: list[str] = []
@@ -142,22 +155,48 @@ def _last(run: Run) -> float:
     return float(max(trained or [curve.steps[-1] for curve in run.curves.values()]))
 
 
-def _shift(reference: Run, run: Run) -> tuple[float, str]:
-    """What to add to a run's steps, and a sentence about it. 0 but where one counter begins at 0, the other at 1.
+def _without_steps(runs: Sequence[Run]) -> str:
+    """Says why a log whose lines were counted, for it names no steps, is not aligned with logs that name steps.
 
-    Then either both count the same steps, or one log lacks its first line. Each metric that is CLEARLY nearer to the
-    other run's with or without a shift has a vote. Where they are undecided (other seeds, constants), logs that also
-    end at the same step are taken to lack a line.
+    Its lines are steps only if the other logs have as many, one after another.
+    """
+    named = [(run, *_density(run)) for run in runs if COUNTED not in run.notes]
+    for run in runs if len(named) < len(runs) else []:
+        lines, _ = _density(run)
+        for other, steps, stride in named if COUNTED in run.notes else []:
+            if steps != lines or stride != 1:
+                return (
+                    f"{run.name} names no steps, and nothing tells which of the {plural(steps, 'step')} of {other.name}"
+                    f" ({_first(other):.0f} to {_last(other):.0f}) its {plural(lines, 'line')} are; give a log that"
+                    " names steps, such as the Trainer's trainer_state.json"
+                )
+    return ""
+
+
+def _density(run: Run) -> tuple[int, float]:
+    """The number of steps of the metric of training that a run has most of, and the distance between two of them."""
+    trained = [curve for name, curve in run.curves.items() if not is_evaluation(name)]
+    most = max(trained or run.curves.values(), key=lambda curve: len(curve.steps))
+    return len(most.steps), most.stride
+
+
+def _shift(reference: Run, run: Run) -> tuple[float, str]:
+    """What to add to a run's steps, and a sentence about it.
+
+    Where one counter begins at 0 and the other at 1, either both count the same steps, or one log lacks its first line.
+    Each metric that is CLEARLY nearer to the other run's with or without a shift has a vote. Where they are undecided
+    (other seeds, constants), logs that also end at the same step are taken to lack a line. Anywhere else the values
+    alone can tell that a counter is shifted.
     """
     shift = _first(reference) - _first(run)
-    shared = [
-        (reference.curves[name], run.curves[name])
-        for name in reference.curves
+    shared = {
+        name: (curve, run.curves[name])
+        for name, curve in reference.curves.items()
         if name in run.curves and not is_evaluation(name)
-    ]
-    same_stride = [(a, b) for a, b in shared if a.stride == b.stride]
+    }
+    same_stride = [(a, b) for a, b in shared.values() if a.stride == b.stride]
     if {_first(reference), _first(run)} != {0.0, 1.0} or not same_stride:
-        return 0.0, ""
+        return _shift_by_values(reference, run, shared)
     votes = sum(_vote(_distance(a, b, shift), _distance(a, b, 0.0)) for a, b in same_stride)
     decided = "" if votes else ", although the values do not tell whether it is that or a first line that is missing"
     begins = f"{run.name} counts its steps from {_first(run):.0f} and {reference.name} from {_first(reference):.0f}"
@@ -167,6 +206,34 @@ def _shift(reference: Run, run: Run) -> tuple[float, str]:
     return 0.0, "" if votes else f"{begins}: both count the same steps{decided}"
 
 
+def _shift_by_values(reference: Run, run: Run, shared: Mapping[str, tuple[Curve, Curve]]) -> tuple[float, str]:
+    """1 or -1, and a sentence, if the values leave no doubt that one log counts from 0 and the other from 1; else 0.
+
+    Logs that begin or end at the same step count alike. No metric may be CLEARLY nearer without the shift. One that
+    training computes has to be FAR nearer with it; a learning rate alone is no evidence, since its schedule may lag.
+    One has to be off at SEVERAL steps without the shift, and at none with it.
+    """
+    if _first(reference) == _first(run) or _last(reference) == _last(run):
+        return 0.0, ""
+    for shift in (-1.0, 1.0):
+        distances = {name: (_distance(a, b, shift), _distance(a, b, 0.0)) for name, (a, b) in shared.items()}
+        opposed = any(CLEARLY * unshifted < shifted for shifted, unshifted in distances.values())
+        nearer = {name for name, (shifted, unshifted) in distances.items() if FAR * shifted < unshifted}
+        same = [(_same(*shared[name], shift), _same(*shared[name], 0.0)) for name in nearer]
+        seen = any(shifted.all() and len(shifted) >= SEVERAL <= (~unshifted).sum() for shifted, unshifted in same)
+        if seen and not opposed and not all(map(is_rate, nearer)):
+            done = f"1 was {'added to' if shift > 0 else 'taken from'} the steps of {run.name}"
+            return shift, f"{done}: only then {reference.name} has the same {' and '.join(sorted(nearer))}"
+    return 0.0, ""
+
+
+def _same(a: Curve, b: Curve, shift: float) -> NDArray[np.bool_]:
+    """At which of the steps that both curves have, with finite values, they differ by SAME at most."""
+    x, y = _at_common(a, b, shift)
+    kept = np.isfinite(x) & np.isfinite(y)
+    return (np.abs(x - y) <= SAME * np.maximum(np.abs(x), np.abs(y)))[kept]
+
+
 def _vote(shifted: float, unshifted: float) -> int:
     """1 for a shift, by the distances of a metric with and without it, -1 against it; 0 if they are similar."""
     return int(CLEARLY * shifted < unshifted) - int(CLEARLY * unshifted < shifted)
@@ -174,10 +241,16 @@ def _vote(shifted: float, unshifted: float) -> int:
 
 def _distance(a: Curve, b: Curve, shift: float) -> float:
     """The median distance of two curves at the steps that both have; infinite without any."""
-    _, in_a, in_b = np.intersect1d(a.steps, b.steps + shift, return_indices=True)
-    between = np.abs(a.values[in_a] - b.values[in_b])
+    x, y = _at_common(a, b, shift)
+    between = np.abs(x - y)
     between = between[np.isfinite(between)]
     return float(np.median(between)) if len(between) else np.inf
+
+
+def _at_common(a: Curve, b: Curve, shift: float) -> tuple[Floats, Floats]:
+    """The values of two curves at the steps that both have."""
+    _, in_a, in_b = np.intersect1d(a.steps, b.steps + shift, return_indices=True)
+    return a.values[in_a], b.values[in_b]
 
 
 def _by_tokens(run: Run, name: str) -> Curve:
@@ -233,7 +306,7 @@ def _means(curve: Curve, ends: Floats) -> Curve:
     return Curve(np.array([end for end, _ in found]), np.array([value for _, value in found]))
 
 
-COUNTED = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the names of a header's counts
+COUNTS = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the names of a header's counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,8 +383,32 @@ class Comparison:
 
     @property
     def comparable(self) -> bool:
-        """Whether at least one metric, and each requested metric, was compared, at steps enough."""
-        return bool(self.metrics) and not self.lacking and not self.too_few
+        return not self.obstacle
+
+    @property
+    def obstacle(self) -> str:
+        """Why the sides cannot be said to agree, with advice; empty if they can."""
+        if self.alignment.refused:
+            return self.alignment.refused
+        if self.too_few:
+            compared, most = self.common
+            return f"they have only {compared} of {plural(most, 'step')} in common"
+        if self.lacking or not self.metrics:
+            return f"they have no {' or '.join(self.lacking) or 'metric'} at a common {self.alignment.by}"
+        return "" if self.chosen else self._without_loss
+
+    @property
+    def _without_loss(self) -> str:
+        """Says which losses the runs have, if some have one and none was compared."""
+        runs = [run for side in self.sides for run in side.runs]
+        losses = {run.name: [name for name in run.curves if is_loss(name)] for run in runs}
+        if any(is_loss(one.name) for one in self.metrics) or not any(losses.values()):
+            return ""
+        have = ", ".join(f"{name} has {listed(own) or 'none'}" for name, own in losses.items())
+        return (
+            f"no loss is in all of them ({have}); call its column loss in each, or name what is to be compared, such as"
+            f" --metric {self.metrics[0].name}"
+        )
 
     @property
     def common(self) -> tuple[int, int]:
@@ -322,13 +419,17 @@ class Comparison:
 
     @property
     def too_few(self) -> bool:
-        """Whether the logs share fewer steps than ENOUGH, and these reach over less than a tenth of the longest log."""
+        """Whether the logs share fewer steps than ENOUGH, and these reach over less than a tenth of the longest log.
+
+        Or fewer than half of the steps of the log with the fewest.
+        """
         logs = [run for side in self.sides for run in side.runs]
         if self.alignment.by != "step" or not self.metrics or self.common[0] >= ENOUGH:
             return False
         shared = max(float(np.ptp(one.aligned.positions)) for one in self.metrics)
         longest = max(float(np.ptp(log.curves[one.name].steps)) for log in logs for one in self.metrics)
-        return 10 * shared < longest
+        fewest = min(max(len(log.curves[one.name].steps) for one in self.metrics) for log in logs)
+        return 10 * shared < longest or 2 * self.common[0] < fewest
 
     @property
     def lacking(self) -> list[str]:
@@ -347,8 +448,9 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
     own = {name for side in (a, b) for run in side.runs for name in run.curves}
     unknown = [name for name in chosen if name not in METRICS and name not in own]
     if unknown:
+        known = list(dict.fromkeys((*METRICS, *sorted(own))))
         raise UsageError(
-            f"no metric is called {', '.join(unknown)}; there are {', '.join(dict.fromkeys((*METRICS, *sorted(own))))}"
+            f"no metric is called {', '.join(unknown)}; {did_you_mean(unknown[0], known)}there are {', '.join(known)}"
         )
     alignment = align((a.runs, b.runs), by=by, chosen=chosen)
     spread = len(a.runs) + len(b.runs) > 2
@@ -356,15 +458,15 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
     for one in alignment.metrics:
         x, y = one.sides
         any_size = of_any_size(one.metric)
-        known = [run.decimals.get(one.metric, Decimals()) for run in (*a.runs, *b.runs)]
+        digits = [run.decimals.get(one.metric, Decimals()) for run in (*a.runs, *b.runs)]
         if spread:
             count = len(alignment.metrics)
-            judged = within_spread(x, y, metrics=count, any_size=any_size, exact=one.exact, decimals=known)
+            judged = within_spread(x, y, metrics=count, any_size=any_size, exact=one.exact, decimals=digits)
         elif one.exact:
-            judged = within_digits(x[0], y[0], decimals=known)
+            judged = within_digits(x[0], y[0], decimals=digits)
         else:
             noisy = is_ratio(one.metric)
-            judged = within_threshold(x[0], y[0], threshold, any_size=any_size, noisy=noisy, decimals=known)
+            judged = within_threshold(x[0], y[0], threshold, any_size=any_size, noisy=noisy, decimals=digits)
         means = x.mean(axis=0), y.mean(axis=0)
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first_outside(one, judged)))
     found: tuple[LikelyCause, ...] = ()
@@ -436,7 +538,7 @@ def _numbers(runs: Sequence[Run]) -> dict[int, list[str]]:
     """Find the counts of ranks and micro-batches in logs' headers, with their names: a factor may be one of them."""
     found: dict[int, list[str]] = {}
     for name, value in dict.fromkeys(leaf for run in runs for leaf in _leaves(run.facts)):
-        if isinstance(value, int) and value > 1 and COUNTED.search(name):
+        if isinstance(value, int) and value > 1 and COUNTS.search(name):
             found.setdefault(value, []).append(name)
     return found
 

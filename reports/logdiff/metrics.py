@@ -29,6 +29,7 @@ STEP = (
     "current_steps",
     "iteration",
     "iter",
+    "iter_num",
     "steps",
     "train/step",
     "_step",
@@ -171,6 +172,11 @@ def is_of_rank(metric: str) -> bool:
 
 def is_evaluation(metric: str) -> bool:
     return metric.startswith((EVALUATION, "eval/", "val/", "val_", "validation"))
+
+
+def is_loss(metric: str) -> bool:
+    """Tell whether a metric is a loss of training, of any kind."""
+    return "loss" in metric and not is_evaluation(metric)
 
 
 def is_rate(metric: str) -> bool:

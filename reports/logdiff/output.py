@@ -65,12 +65,8 @@ def headline(comparison: Comparison) -> str:
     """The verdict in a sentence."""
     names = f"{comparison.sides[0].name} and {comparison.sides[1].name}"
     first = comparison.first
-    if first is None and comparison.too_few:
-        compared, most = comparison.common
-        return f"{names} cannot be compared: they have only {compared} of {plural(most, 'step')} in common."
-    if first is None and not comparison.comparable:
-        what = " or ".join(comparison.lacking) or "metric"
-        return f"{names} cannot be compared: they have no {what} at a common {comparison.alignment.by}."
+    if first is None and comparison.obstacle:
+        return f"{names} cannot be compared: {comparison.obstacle}."
     if first is None:
         count = len(comparison.shown)
         compared, most = comparison.common

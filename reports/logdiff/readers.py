@@ -236,8 +236,10 @@ def read_wandb(path: str) -> Log:
 LONGEST, LONGEST_HEADER = 2**30, 2**16  # bytes of a log, and of a table's first line
 
 
-def read_log(name: str) -> Log:
+def read_log(name: str, *, whole: bool = False) -> Log:
     """The log that the argument ``name`` names: a file, a folder of event files, ``panel.csv#RUN``, or a run of wandb.
+
+    ``whole``: also of a log that begins again, which is refused otherwise if ``name`` names none of its runs.
 
     Raises UsageError, with what was looked for and the first line, if no reader knows it.
     """
@@ -262,7 +264,8 @@ def read_log(name: str) -> Log:
     if data.startswith(b"\x1f\x8b"):
         raise UsageError(f"{path} is packed by gzip; unpack it first: gunzip {path}")
     wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))  # as PowerShell writes what it redirects
-    return read_text(data.decode("utf-16" if wide else "utf-8", errors="replace"), name=str(path), chosen=chosen)
+    text = data.decode("utf-16" if wide else "utf-8", errors="replace")
+    return read_text(text, name=str(path), chosen=chosen, whole=whole)
 
 
 def _joined(logs: Sequence[Log]) -> Log:
@@ -292,7 +295,7 @@ def _read_mlflow(metrics: Path) -> Log:
     return Log(format="MLflow run", rows=sorted(rows, key=lambda row: row.step or 0))
 
 
-def read_text(text: str, *, name: str, chosen: str | None = None) -> Log:
+def read_text(text: str, *, name: str, chosen: str | None = None, whole: bool = False) -> Log:
     """The log that a text holds. Raises UsageError if it holds none."""
     if not text.strip("\ufeff\r\n\t "):
         raise UsageError(f'{name} is empty; a log has lines such as {{"step": 1, "loss": 2.5}}')
@@ -302,7 +305,7 @@ def read_text(text: str, *, name: str, chosen: str | None = None) -> Log:
         rows, notes = read_lines(lines, name=name)
         form = format_of(line.text for line in lines)
         found = Log(format=form.name, rows=rows, averaged=frozenset({"loss"} if form.averaged else ()), notes=notes)
-    if found.format not in PANELS:
+    if found.format not in PANELS and not whole:
         found = _chosen(found, name=name, chosen=chosen)
     if not found.rows:
         first = next((line for line in text.split("\n") if line.strip()), "")
@@ -319,12 +322,16 @@ PANELS = ("wandb CSV", "SwanLab CSV")
 
 
 def _chosen(log: Log, *, name: str, chosen: str | None) -> Log:
-    """The run that was asked for, of a log that begins again; the whole log, with a note, if none was."""
+    """The run that was asked for, of a log that begins again; refuses such a log if none was, for it may be either."""
     parts = _runs(log.rows)
+    if chosen is None and len(parts) > 1:
+        names = " or ".join(f"{name}#{number}" for number in range(1, len(parts) + 1))
+        raise UsageError(
+            f"{name} begins again at its first step {parts[1][0].step}: it holds {len(parts)} runs; name one: {names}."
+            " Of a resumed run, the steps have to go on where the resume began"
+        )
     if chosen is None:
-        names = " and ".join(f"{name}#{number}" for number in range(1, len(parts) + 1))
-        note = f"the log begins again at its first step; its {len(parts)} runs are {names}"
-        return replace(log, notes=(*log.notes, note)) if len(parts) > 1 else log
+        return log
     if len(parts) < 2 or chosen not in map(str, range(1, len(parts) + 1)):
         raise UsageError(f"{name} holds {len(parts)} run{'s' * (len(parts) > 1)} and none called {chosen!r}")
     return replace(log, rows=parts[int(chosen) - 1])
@@ -346,7 +353,7 @@ def runs_in(name: str) -> list[str]:
     """The runs of a panel, or the numbers of those that a log holds which begins again; none of any other log."""
     if runs := runs_of_panel(name):
         return runs
-    parts = _runs(read_log(name).rows) if Path(name).is_file() else []
+    parts = _runs(read_log(name, whole=True).rows) if Path(name).is_file() else []
     return [str(number) for number in range(1, len(parts) + 1)] if len(parts) > 1 else []
 
 

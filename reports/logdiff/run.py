@@ -150,7 +150,7 @@ def run_of(log: Log, *, name: str) -> Run:
                 if again:  # of a step that is logged twice, the later line counts
                     points.get(place.metric, {}).pop(row.step, None)
     apart = _steps_apart(points)
-    notes += _notes_on_processes(points, apart)
+    notes += _notes_on_processes(points, apart, named=any(row.process.split(" ")[0] for row in rows))
     found = {
         metric: {step: float(np.mean([value for _, value in one.values()])) for step, one in steps.items()}
         for metric, steps in points.items()
@@ -216,22 +216,21 @@ def _steps_apart(points: Points) -> dict[str, int]:
     return {metric: count for metric, count in counts.items() if count}
 
 
-def _notes_on_processes(points: Points, apart: Mapping[str, int]) -> list[str]:
-    """A note on metrics that several processes log at a step."""
+def _notes_on_processes(points: Points, apart: Mapping[str, int], *, named: bool) -> list[str]:
+    """A note on metrics that are logged several times at a step. ``named``: lines name the process that they are of.
+
+    Lines that differ and name none may as well be of micro-batches.
+    """
     counts = {metric: [len(one) for one in steps.values()] for metric, steps in points.items()}
     most = max((max(one, default=0) for one in counts.values()), default=0)
     if most < 2:
         return []
     merged = max(sum(one) - len(one) for one in counts.values())
     what = ", ".join(f"{metric} at {count} of {len(points[metric])} steps" for metric, count in apart.items())
-    return [
-        f"{most} processes log each step"
-        + (
-            f" and differ in {what}: their means are compared"
-            if apart
-            else f": {merged} lines that repeat others were merged"
-        )
-    ]
+    if not apart:
+        return [f"{most} processes log each step: {merged} lines that repeat others were merged"]
+    who = f"{most} processes log each step" if named else f"{most} lines of each step, of micro-batches or processes,"
+    return [f"{who}{' and' * named} differ in {what}: their means are compared"]
 
 
 def _of_ranks(steps: Mapping[int, Mapping[str, tuple[int, float]]]) -> dict[str, dict[int, float]]:

@@ -76,6 +76,60 @@ def test_alignment_uses_gradient_norms_if_losses_are_scaled() -> None:
     assert lacking.notes == ("a ends at step 90 and b at 95: what follows is not compared",)
 
 
+RATES = {step: 1e-3 * 0.9**step for step in range(200)}
+
+
+def dense_and_sparse(shift: int, *, lag: int = 0, noise: float = 0.0) -> Alignment:
+    """Steps 0 to 99, and every tenth of a counter that is ``shift`` ahead, of a run with noise whose rates lag."""
+    of = {step: step - shift for step in range(10, 100 + shift, 10)}
+    factors = {step: 1 + noise * (-1) ** (step // 10) for step in of}
+    losses, norms = ({step: values[i] * factors[step] for step, i in of.items()} for values in (LOSSES, NORMS))
+    sparse = run(losses, "b", grad_norm=norms, lr={step: RATES[i - lag] for step, i in of.items()})
+    losses, norms, rates = ({step: values[step] for step in range(100)} for values in (LOSSES, NORMS, RATES))
+    return aligned(run(losses, "a", grad_norm=norms, lr=rates), sparse)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.002])
+def test_a_shift_of_a_sparse_log_is_found_by_its_values(noise: float) -> None:
+    found = dense_and_sparse(1, noise=noise)
+    assert found.notes[0].startswith("1 was taken from the steps of b: only then a has the same grad_norm")
+    assert list(found.metrics[0].positions) == list(range(9, 100, 10))
+    rates = next(one for one in found.metrics if one.metric == "lr")
+    assert (rates.sides[0] == rates.sides[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("shift", "lag", "noise"),
+    [(0, 1, 0.0), (0, -1, 0.0), (1, -1, 0.0), (1, 0, 0.1)],
+    ids=["the rates lag", "the rates lead", "all but the rates is a batch ahead", "only the rates agree"],
+)
+def test_runs_that_differ_are_not_shifted_into_agreement(shift: int, lag: int, noise: float) -> None:
+    found = dense_and_sparse(shift, lag=lag, noise=noise)
+    assert list(found.metrics[0].positions) == list(range(10, 100, 10))
+
+
+def test_a_shift_leaves_the_rates_that_lag() -> None:
+    rates = next(one for one in dense_and_sparse(1, lag=1).metrics if one.metric == "lr")
+    assert list(rates.positions) == list(range(9, 100, 10))
+    assert (rates.sides[0] != rates.sides[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("curve", "bias"),
+    [({step: 0.93**step for step in range(100)}, 1.015), ({step: 2 + NORMS[step] / 100 for step in range(100)}, 1.0)],
+    ids=["merely nearer", "within the band either way"],
+)
+def test_a_shift_needs_clear_evidence(curve: dict[int, float], bias: float) -> None:
+    found = aligned(run(curve, "a"), run({step: bias * curve[step - 1] for step in range(10, 101, 10)}, "b"))
+    assert list(found.metrics[0].positions) == list(range(10, 100, 10))
+
+
+def test_a_run_that_is_a_batch_ahead_of_the_same_counter_is_not_shifted() -> None:
+    losses, norms = ({step: values[step + 1] for step in range(0, 100, 10)} for values in (LOSSES, NORMS))
+    found = aligned(two(0, 99, name="a"), run(losses, "b", grad_norm=norms))
+    assert list(found.metrics[0].positions) == list(range(0, 100, 10))
+
+
 def test_alignment_undecided_shift_follows_log_ends() -> None:
     """Losses of other seeds, whose noise has nothing to do with each other."""
     noise = np.random.default_rng(0).normal(size=(2, 100))

@@ -58,6 +58,8 @@ def test_runs_that_agree_end_with_0(tmp_path: Path, capsys: pytest.CaptureFixtur
         (range(1, 8), 0, "agree within the band in 1 metric, at 7 of 60 steps."),
         (range(10, 61, 10), 0, "agree within the band in 1 metric, at 6 of 60 steps."),
         (range(1, 61), 0, "agree within the band in 1 metric, at 60 steps."),
+        (range(30, 130, 10), 3, "cannot be compared: they have only 4 of 60 steps in common."),
+        (range(51, 71), 0, "agree within the band in 1 metric, at 10 of 60 steps."),
     ],
 )
 def test_agreement_says_at_how_many_steps(
@@ -68,7 +70,9 @@ def test_agreement_says_at_how_many_steps(
         (tmp_path / name).write_text("".join(json.dumps({"step": i, "loss": 2.5 - i / 100}) + "\n" for i in own))
         logs.append(str(tmp_path / name))
     assert diff(*logs) == code
-    assert headline in capsys.readouterr().out.splitlines()[0]
+    told = capsys.readouterr().out.splitlines()
+    assert headline in told[0]
+    assert told[-1].endswith("(log both runs at the same steps, such as every tenth)") == bool(code)
     assert diff(logs[1], logs[0], "--json") == code
 
 
@@ -106,6 +110,14 @@ def test_runs_that_part_end_with_1_and_say_where(tmp_path: Path, capsys: pytest.
     assert "diverge at step 40: loss +4% where ±3% is allowed." in told
     assert "loss       80 steps     40             +4%         ±3%      41 of 80  +4% at " in told
     assert "1. both agree before step 40" in told
+
+
+def test_a_threshold_may_be_a_percentage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", factor=1.04)
+    assert [diff(*logs, "--threshold", text) for text in ("3%", "4.5%", "0.045")] == [1, 0, 0]
+    with pytest.raises(SystemExit):
+        diff(*logs, "--threshold", "five")
+    assert "must be a number such as 0.05 or 5%, got 'five'" in capsys.readouterr().err
 
 
 def test_the_threshold_is_a_twentieth_if_none_is_given(tmp_path: Path) -> None:
@@ -161,7 +173,9 @@ def test_only_the_chosen_metrics_count(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", factor=2)
     assert diff(a, b, "--metric", "lr", "--metric", "grad_norm") == 0
     assert diff(a, b, "--metric", "loss") == 1
-    with pytest.raises(UsageError, match="no metric is called los; there are loss, policy_loss"):
+    with pytest.raises(
+        UsageError, match=r"no metric is called los; did you mean 'loss'[?] there are loss, policy_loss"
+    ):
         diff(a, b, "--metric", "los")
 
 
@@ -175,6 +189,32 @@ def test_a_metric_that_was_chosen_and_is_missing_ends_with_3_unless_another_part
     assert "a.jsonl and b.jsonl cannot be compared: they have no kl at a common step." in told
     assert "- not compared: kl: not in a.jsonl, b.jsonl" in told
     assert diff(a, c, "--metric", "loss", "--metric", "kl") == 1
+
+
+def test_agreement_without_a_loss_ends_with_3_unless_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = columns(tmp_path, "a.jsonl", loss=2.5, grad_norm=1.0), columns(tmp_path, "b.jsonl", my_loss=2.5, gnorm=1.0)
+    assert diff(a, b) == 3
+    told = capsys.readouterr().out
+    assert "cannot be compared: no loss is in all of them (a.jsonl has loss, b.jsonl has my_loss); call its" in told
+    assert diff(a, b, "--metric", "grad_norm") == 0
+    assert diff(columns(tmp_path, "c.jsonl", gnorm=1.0), columns(tmp_path, "d.jsonl", gnorm=1.0)) == 0
+    assert diff(a, columns(tmp_path, "e.jsonl", gnorm=2.0)) == 1
+
+
+@pytest.mark.parametrize(("lines", "every", "code"), [(20, 1, 0), (20, 10, 3), (19, 1, 3)])
+def test_line_numbers_are_steps_only_beside_as_many_steps(
+    lines: int, every: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted, stepped = tmp_path / "hf.log", tmp_path / "steps.jsonl"
+    counted.write_text("".join(f"{{'loss': {3 - n / 50}, 'epoch': {n / 20:.2f}}}\n" for n in range(1, lines + 1)))
+    stepped.write_text("".join(f'{{"step": {every * n}, "loss": {3 - n / 50}}}\n' for n in range(1, 21)))
+    for logs in ([counted, stepped], [stepped, counted]):
+        assert diff(*logs) == code
+        told = capsys.readouterr().out
+        which = f"the 20 steps of steps.jsonl ({every} to {20 * every}) its {lines} lines are; give a log that names"
+        assert (f"hf.log names no steps, and nothing tells which of {which}" in told) == bool(code)
 
 
 def test_a_value_that_is_not_finite_on_one_side_parts_the_runs(

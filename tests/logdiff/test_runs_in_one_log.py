@@ -45,8 +45,8 @@ def test_losses_of_ranks_are_averaged_and_kept(named: bool) -> None:
     run = opened("".join(lines))
     assert points(run) == {step: step + 2.0 for step in range(1, 9)}
     assert run.resumed == ()
-    note = "4 processes log each step and differ in loss at 8 of 8 steps: their means are compared"
-    assert run.notes == (note,)
+    who = "4 processes log each step and" if named else "4 lines of each step, of micro-batches or processes,"
+    assert run.notes == (f"{who} differ in loss at 8 of 8 steps: their means are compared",)
     own = {name: points(run, name) for name in run.curves if name not in ("loss", "grad_norm")}
     assert own == {
         f"loss of rank {rank}": {step: step + rank + 0.5 for step in range(1, 9)} for rank in range(4) if named
@@ -87,8 +87,9 @@ def test_a_log_that_begins_again_holds_runs(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": factor / step} for factor in (1, 2) for step in range(1, 9)]
     log.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert points(run_of(read_log(f"{log}#2"), name="2")) == {step: 2 / step for step in range(1, 9)}
-    assert f"its 2 runs are {log}#1 and {log}#2" in run_of(read_log(str(log)), name="log").notes[0]
     assert compare_sides([[str(log)]]).differs
+    with pytest.raises(UsageError, match=r"begins again at its first step 1: .* name one: .*log.jsonl#1 or .*l#2\. Of"):
+        compare_sides([[f"{log}#1"], [str(log)]])
     with pytest.raises(UsageError, match="holds 2 runs and none called '3'"):
         read_log(f"{log}#3")
 
@@ -108,6 +109,12 @@ def test_panels_of_one_pair_are_one_comparison(tmp_path: Path) -> None:
     (pair,) = found.pairs
     assert [side.name for side in pair.sides] == ["run-a", "run-b"]
     assert {one.name: bool(one.first) for one in pair.metrics} == {"loss": False, "grad_norm": True}
+
+
+def test_nanogpt_counts_steps_as_iter_num() -> None:
+    run = opened('{"iter_num": 10, "loss": 2.5}\n{"iter_num": 20, "loss": 2.25}\n')
+    assert points(run) == {10: 2.5, 20: 2.25}
+    assert run.notes == ()
 
 
 def test_a_rank_without_a_number_makes_the_mean_nan() -> None:
