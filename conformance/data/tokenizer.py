@@ -419,8 +419,10 @@ class Documents:
         or left out ("drop"). With packing, the documents must also fit into rows of two. This tokenizes every document.
         """
         every = [(*self._encode(index), IMAGE in self._samples[index][1].columns) for index in range(len(self))]
-        if too_long == "drop":
-            every = [one for one in every if len(one[0]) <= limit]
+        if too_long == "drop":  # the documents of a pair have one number, and are left out together
+            numbers = [number for number, _ in self._samples]
+            long = {number for number, one in zip(numbers, every, strict=True) if len(one[0]) > limit}
+            every = [one for number, one in zip(numbers, every, strict=True) if number not in long]
         elif any(not any(targets[:limit]) or (with_image and len(targets) > limit) for _, targets, with_image in every):
             return False
         kept = [tokens[:limit] for tokens, *_ in every]

@@ -211,6 +211,15 @@ def test_adapters_need_a_policy(name: str, trained: str) -> None:
         shipped(name, lora={"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]})
 
 
+def test_leaving_out_all_pairs_is_not_advised(tmp_path: Path) -> None:
+    """A pair is left out with either of its answers."""
+    pairs = [{"prompt": f"{n} + 3?", "chosen": str(n + 3), "rejected": "6 " * 90} for n in range(9)]
+    data = {"path": str(written(tmp_path, *pairs)), "packed": False, "rows": 6, "max_len": 60, "too_long": "error"}
+    with pytest.raises(UsageError, match=r"use --max-len \d+ or more, or --too-long truncate$"):
+        batches_of(shipped("dpo", data=data))
+    assert batches_of(shipped("dpo", data={**data, "too_long": "truncate"}))
+
+
 def test_a_pair_that_fits_into_no_packed_row_is_named_or_left_out(tmp_path: Path) -> None:
     long = {"prompt": "2 + 3?", "chosen": "5 " * 90, "rejected": "6 " * 90}
     short = [{"prompt": f"{n} + 3?", "chosen": str(n + 3), "rejected": "6" * (n + 1)} for n in range(4)]
