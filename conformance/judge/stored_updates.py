@@ -32,13 +32,14 @@ from conformance.judge.rebuilt import (
     place_in_weight,
     update_steps,
 )
+from conformance.judge.tensor_views import infinite
 from conformance.judge.tolerance import Measurement
 from conformance.numerics.comparison import finite
 from conformance.oracle.optimizer import AdamW, spacing
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
-from conformance.spec.observables import AGAINST_REBUILT, Observable, is_unread
+from conformance.spec.observables import AGAINST_REBUILT, is_unread
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
 
@@ -46,17 +47,26 @@ from conformance.spec.scenario import Scenario
 CONFIDENCE = math.log(2 / 1e-13)
 TINY = torch.finfo(torch.float64).tiny
 ROUNDED = "roundings of "
+OVER_TWO = " over two steps"
+LOST = f"{ROUNDED}all weights, relative to those to the nearest number{AGAINST_REBUILT}"
+NEAREST = "to the nearest number"
+SAME = "same random numbers as"
+COMPARED = 2**18  # elements of a tensor, from the first on, that are compared with all others and with other tensors
+OTHERS = 8  # tensors of the same size, the last ones, that a tensor is compared with
+SUBNORMAL = 2.0**-126  # GPUs may take smaller float32 numbers for 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
     """What chance did to the elements of a stored tensor, flattened. deviation: d, 0 where an element is not judged.
-    variance: of d. doubt: how far the rounding of float32 may move its expected value from 0. sign: of the weight."""
+    variance: of d. doubt: how far the rounding of float32 may move its expected value from 0. sign: of the weight.
+    largest: the largest size of d."""
 
     deviation: Tensor
     variance: Tensor
     doubt: Tensor
     sign: Tensor
+    largest: float = 1.0
 
 
 @dataclass(kw_only=True)
@@ -68,16 +78,21 @@ class Sum:
     variance: float = 0.0
     doubt: float = 0.0
     largest: float = 1.0
+    confidence: float = CONFIDENCE
 
     def add(self, other: "Sum") -> None:
         self.value, self.variance = self.value + other.value, self.variance + other.variance
         self.doubt, self.largest = self.doubt + other.doubt, max(self.largest, other.largest)
 
     @property
+    def bound(self) -> float:
+        """Returns how far the sum may be from 0 (Freedman's inequality)."""
+        third = self.largest * self.confidence / 3
+        return self.doubt + third + math.sqrt(third**2 + 2 * self.confidence * self.variance)
+
+    @property
     def error(self) -> float:
-        """Returns the distance from the expected value, relative to its bound (Freedman's inequality)."""
-        third = self.largest * CONFIDENCE / 3
-        return abs(self.value) / (self.doubt + third + math.sqrt(third**2 + 2 * CONFIDENCE * self.variance))
+        return abs(self.value) / self.bound
 
 
 Sums = dict[str, Sum]  # by what they show
@@ -87,13 +102,13 @@ Sums = dict[str, Sum]  # by what they show
 class _State:
     """What is known of a parameter between two steps. optimizer: with the stored moments. sizes: the same, of absolute
     gradients. decided: elements whose stored moments follow from what was read. pending: after a step whose weights
-    were not read. drawn: by the last step."""
+    were not read. drawn: by each step that was judged, also by earlier optimizers."""
 
     optimizer: AdamW
     sizes: AdamW
     decided: Tensor
+    drawn: dict[int, Drawn]
     pending: "_Update | None" = None
-    drawn: Drawn | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +128,29 @@ class _Update:
 
 @dataclass(kw_only=True)
 class _OfSteps:
-    """Collects by step: sums over all tensors, and what chance did to the tensor before. shards: the numbers of parts
-    into which ranks may cut a weight."""
+    """Collects by step: sums over all tensors, the sum that rounding to the nearest number would give, and what chance
+    did to the tensor before (None) and to the last ones of a size. shards: the numbers of parts into which ranks may
+    cut a weight."""
 
     shards: Sequence[int]
     sums: dict[int, Sums] = field(default_factory=dict)
-    last: dict[int, Drawn] = field(default_factory=dict)
+    nearest: dict[int, float] = field(default_factory=dict)
+    last: dict[tuple[int, int | None], list[Drawn]] = field(default_factory=dict)
+
+    def add(self, step: int, sums: Sums) -> None:
+        of_all = self.sums.setdefault(step, {kind: Sum() for kind in sums})
+        for kind, one in sums.items():
+            of_all[kind].add(one)
+
+    def measurements(self, step: UpdateStep) -> Iterator[Measurement]:
+        """Yields the sums of all weights after a step, and how far they are from those of rounding to the nearest."""
+        sums, expected = self.sums.get(step.step, {}), self.nearest.get(step.step, 0.0)
+        if sums:
+            yield _of_sums(step, "all weights", sums)
+        if found := sums.get(NEAREST):
+            error, bound = (number / expected if expected else math.inf for number in (abs(found.value), found.bound))
+            if expected:
+                yield Measurement(stage=step.stage, tensor=LOST, step=step.step, error=error, fixed=bound)
 
 
 def stored_updates(
@@ -132,16 +164,27 @@ def stored_updates(
         of_steps = _OfSteps(shards=_shards(phases[0].layout))
         for name in dict.fromkeys(name for step in steps for name in (*step.unread, *step.gradients.tensors)):
             yield from _of_parameter(name, steps, scenario, variant, of_steps)
-        yield from (_of_sums(s, "all weights", of_steps.sums[s.step]) for s in steps if s.step in of_steps.sums)
+        yield from (found for step in steps for found in of_steps.measurements(step))
 
 
-def not_rebuilt(phases: Sequence[Record], found: Sequence[Measurement], observables: Sequence[Observable]) -> list[int]:
-    """Returns the steps whose weights were read and not judged, because the moments before are not known."""
-    stages = {o.stage for o in observables if o.rebuilt}
-    keys = {o.key for o in observables if o.rebuilt}
-    judged = {m.step for m in found if m.stage in stages and m.tensor.endswith(AGAINST_REBUILT)}
-    steps = (step for phase in phases for step in phase.steps)
-    return [s.step for s in steps if s.step not in judged and not all(is_unread(key, s.line) for key in keys)]
+def not_rebuilt(phases: Sequence[Record], found: Sequence[Measurement], oracle: Record) -> list[int]:
+    """Returns the steps at which some trained weight was read and not judged, because its moments are not known."""
+    judged = {(m.step, m.tensor.removesuffix(AGAINST_REBUILT).removesuffix(OVER_TWO)) for m in found}
+    shown = {step.step: step.line for phase in phases for step in phase.steps}
+    left: dict[int, None] = {}
+    for step in (step for step in oracle.steps if step.step in shown):
+        for key in dict.fromkeys(o.key for o in oracle.observables if o.rebuilt):
+            gradient = f"{key.removesuffix('weight')}gradient/"
+            names = [name.removeprefix(gradient) for name in step.names() if name.startswith(gradient)]
+            if not is_unread(key, shown[step.step]) and any((step.step, name) not in judged for name in names):
+                left[step.step] = None
+    return [*left]
+
+
+def lost_in_rounding(found: Sequence[Measurement]) -> bool:
+    """Tells whether rounding to the nearest number would be within the bounds of all steps."""
+    bounds = [m.fixed for m in found if m.tensor == LOST and m.fixed is not None]
+    return bool(bounds) and min(bounds) >= 1
 
 
 def _shards(layout: Layout) -> list[int]:
@@ -154,13 +197,14 @@ def _of_parameter(
     name: str, steps: Sequence[UpdateStep], scenario: Scenario, variant: Variant, of_steps: _OfSteps
 ) -> Iterator[Measurement]:
     state: _State | None = None
+    drawn: dict[int, Drawn] = {}
     for step in steps:
         if step.first:
             state = None
             if name in step.before.tensors and scenario.optimizer.name == "adamw":
                 decided = torch.ones_like(step.before.elements[name], dtype=torch.bool)
                 optimizer, sizes = (AdamW(scenario.optimizer, variant) for _ in range(2))
-                state = _State(optimizer=optimizer, sizes=sizes, decided=decided)
+                state = _State(optimizer=optimizer, sizes=sizes, decided=decided, drawn=drawn)
         shown = (step.first_moment, step.second_moment, step.after)
         if state is None or not step.known:
             state = None
@@ -170,6 +214,8 @@ def _of_parameter(
             yield from _after_unread(name, step, state, state.pending, scenario, of_steps)
         else:
             state = None
+            if step.first_moment.tensors or step.second_moment.tensors:  # those of other parameters, or one of two
+                yield infinite(step.stage, f"moments of {name} (missing)", step.step)
 
 
 def _after_read(
@@ -184,6 +230,7 @@ def _after_read(
     update = _updated(name, step, state, weight, _nearest(clipped, stored), scenario)
     for moments, sizes in zip(state.optimizer.moments, state.sizes.moments, strict=True):
         near = _near_tie(moments[name], MOMENT_ROUNDINGS * rounding * sizes[name], stored)
+        near |= (moments[name] != 0) & (moments[name].abs() < SUBNORMAL)
         state.decided = state.decided & ~near
         moments[name], sizes[name] = _nearest(moments[name], stored), _nearest(sizes[name], stored)
     if name not in step.after.tensors:
@@ -207,21 +254,34 @@ def _after_read(
         sign=update.exact.sign().flatten(),
     )
     toward = _directions(update.exact, weight)
-    sums = _biases(drawn, {**toward, "to the nearest number": (1 - 2 * fraction).flatten()})
-    of_all = of_steps.sums.setdefault(step.step, {kind: Sum() for kind in sums})
-    for kind, one in sums.items():
-        of_all[kind].add(one)
+    sums = _biases(drawn, {**toward, NEAREST: (1 - 2 * fraction).flatten()})
+    of_steps.add(step.step, sums)
+    wrong = torch.where(state.decided, torch.minimum(fraction, 1 - fraction) * (1 - 2 * fraction).abs(), 0.0)
+    of_steps.nearest[step.step] = of_steps.nearest.get(step.step, 0.0) + wrong.sum().item()
     columns = after.numel() // max(1, len(after)) if after.ndim else 1
-    lags = {1, columns, *(-(-len(after) // n) * columns for n in of_steps.shards if after.ndim)}
-    lags |= {-(-columns // n) for n in of_steps.shards}
+    lags = {*(-(-len(after) // n) * columns for n in of_steps.shards if after.ndim)}
     for lag in sorted(lag for lag in lags if 0 < lag < len(drawn.deviation)):
-        sums |= _products(f"{lag} elements before", _part(drawn, slice(None, -lag)), _part(drawn, slice(lag, None)))
-    if (other := of_steps.last.get(step.step)) is not None:
-        sums |= _products("in another weight", other, drawn)
-    if state.drawn is not None:
-        sums |= _products("in the step before", state.drawn, drawn)
-    of_steps.last[step.step] = state.drawn = drawn
-    yield _of_sums(step, name, sums)
+        before = _part(drawn, slice(None, -lag))
+        sums |= _products(f"{SAME} {lag} elements before", before, _part(drawn, slice(lag, None)))
+    yield _of_sums(step, name, sums | _repeated(step, state, drawn, of_steps))
+    if len(drawn.deviation) > 1:
+        yield _any_lag(step, name, drawn)
+
+
+def _repeated(step: UpdateStep, state: _State, drawn: Drawn, of_steps: "_OfSteps") -> Sums:
+    """Compares what chance did to a tensor with all its earlier steps, the tensor before, and the last ones of its
+    size."""
+    part, sums = _part(drawn, slice(COMPARED)), Sums()
+    for number, other in state.drawn.items():
+        sums |= _products(f"{SAME} at step {number}", other, part)
+    same = of_steps.last.setdefault((step.step, len(drawn.deviation)), [])
+    before = of_steps.last.get((step.step, None), [])
+    for number, other in enumerate([*before, *same]):
+        sums |= _products(f"{SAME} in another weight ({number})", other, part)
+    of_steps.last[step.step, None] = [part]
+    of_steps.last[step.step, len(drawn.deviation)] = [*same, part][-OTHERS:]
+    state.drawn[step.step] = part
+    return sums
 
 
 def _after_unread(
@@ -235,12 +295,13 @@ def _after_unread(
     kept = [moments[name] for moments in state.optimizer.moments]
     unknown = [2 * stored.rounding * torch.where(state.decided, 0.0, moment.abs()) for moment in kept]
     gradient = state.optimizer.gradient_of(name, first)
-    off = (stored.rounding * first.abs() + beta1 * unknown[0]) / (1 - beta1)
+    off = (stored.rounding * first.abs() + beta1 * unknown[0] + SUBNORMAL) / (1 - beta1)
     if (error := clipped_gradient(step, name, gradient, off).error) is not None:
         yield error
     update = _updated(name, step, state, before.exact, gradient, scenario)
     expected = state.optimizer.moments[1][name]
     off = (1 - beta2) * (2 * gradient.abs() * off + off**2) + beta2 * unknown[1] + stored.rounding * expected
+    off = off + SUBNORMAL
     error_of_second = (second - expected).abs() / (off * (1 + stored.rounding)).clamp(min=TINY)
     for moment in (first, second):
         error_of_second = torch.where(_nearest(moment, stored) == moment, error_of_second, math.inf)
@@ -251,7 +312,7 @@ def _after_unread(
     allowed = (before.unit + unit) * (1.0 if scenario.tier.is_stochastic else 0.5)
     outside = ((after - update.exact).abs() - doubt).clamp(min=0) / allowed
     outside = torch.where(state.decided, outside, 0.0)
-    yield _largest(step, f"{name} over two steps", name, outside, after, bound=1.0)
+    yield _largest(step, name + OVER_TWO, name, outside, after, bound=1.0)
     if scenario.tier.is_stochastic:
         fraction = before.fraction
         variance = fraction * (1 - fraction) * (before.unit / unit) ** 2 + 0.25
@@ -260,15 +321,14 @@ def _after_unread(
             variance=variance.flatten(),
             doubt=(doubt / unit).flatten(),
             sign=update.exact.sign().flatten(),
+            largest=3.0,
         )
-        sums = _biases(drawn, _directions(update.exact, before.exact), largest=2.0)
-        of_all = of_steps.sums.setdefault(step.step, {kind: Sum() for kind in sums})
-        for kind, one in sums.items():
-            of_all[kind].add(one)
-        yield _of_sums(step, f"{name} over two steps", sums)
+        sums = _biases(drawn, _directions(update.exact, before.exact))
+        of_steps.add(step.step, sums)
+        yield _of_sums(step, name + OVER_TWO, sums | _repeated(step, state, drawn, of_steps))
     for moments, shown in zip(state.optimizer.moments, (first, second), strict=True):
         moments[name] = shown
-    state.decided, state.pending, state.drawn = torch.ones_like(state.decided), None, None
+    state.decided, state.pending = torch.ones_like(state.decided), None
 
 
 def _updated(
@@ -311,19 +371,19 @@ def _directions(exact: Tensor, before: Tensor) -> dict[str, Tensor]:
     return {kind: sign.flatten() for kind, sign in signs.items()}
 
 
-def _biases(drawn: Drawn, weights: Mapping[str, Tensor], *, largest: float = 1.0) -> Sums:
+def _biases(drawn: Drawn, weights: Mapping[str, Tensor]) -> Sums:
     return {
         kind: Sum(
             value=float(drawn.deviation @ weight),
             variance=float((drawn.variance + drawn.doubt) @ weight.square()),
             doubt=float(drawn.doubt @ weight.abs()),
-            largest=largest,
+            largest=drawn.largest * max(1.0, float(weight.abs().max())),
         )
         for kind, weight in weights.items()
     }
 
 
-def _products(where: str, first: Drawn, second: Drawn) -> Sums:
+def _products(what: str, first: Drawn, second: Drawn) -> Sums:
     """Sums the products of what chance did to elements of two tensors, or of two parts of one, from the first one on.
 
     One random number for both makes them positive: for weights of the same sign, and for others positive or negative,
@@ -331,28 +391,52 @@ def _products(where: str, first: Drawn, second: Drawn) -> Sums:
     """
     count = min(len(first.deviation), len(second.deviation))
     known = first.deviation[:count]
-    signs = first.sign[:count] * second.sign[:count]
-    kinds = {f"up as {where}": known, f"away from zero as {where}": known * signs}
+    kinds = {f"{what}, up": known, f"{what}, away from zero": known * first.sign[:count] * second.sign[:count]}
     return _biases(_part(second, slice(count)), kinds)
+
+
+def _any_lag(step: UpdateStep, name: str, drawn: Drawn) -> Measurement:
+    """Compares what chance did to each element with all others of the tensor, by their distance in it.
+
+    All sums of products are computed at once, by Fourier transforms of twice the length.
+    """
+    part = _part(drawn, slice(COMPARED))
+    count = len(part.deviation)
+
+    def products(known: Tensor, later: Tensor) -> Tensor:
+        """Sums known[i] later[i + lag] by lag, from 1 on."""
+        first, second = (torch.fft.rfft(one, 2 * count) for one in (known, later))
+        whole: Tensor = torch.fft.irfft(first.conj() * second, 2 * count)
+        return whole[1:count]
+
+    confidence = CONFIDENCE + math.log(2 * COMPARED)  # that of the largest of so many sums
+    variance = products(part.deviation.square(), part.variance + part.doubt).clamp(min=0)
+    third = confidence / 3
+    bounds = third + (third**2 + 2 * confidence * variance).sqrt()
+    bounds = bounds + products(part.deviation.abs(), part.doubt).clamp(min=0)
+    found = {}
+    for way, signed in (("up", part.deviation), ("away from zero", part.deviation * part.sign)):
+        errors = products(signed, signed).abs() / bounds
+        lag = int(errors.argmax())
+        found[f"{SAME} {lag + 1} elements before, {way}"] = errors[lag].item()
+    return _furthest(step, f"{name} at any distance", found)
 
 
 def _part(drawn: Drawn, part: slice) -> Drawn:
     fields = (drawn.deviation, drawn.variance, drawn.doubt, drawn.sign)
     deviation, variance, doubt, sign = (one[part] for one in fields)
-    return Drawn(deviation=deviation, variance=variance, doubt=doubt, sign=sign)
+    return Drawn(deviation=deviation, variance=variance, doubt=doubt, sign=sign, largest=drawn.largest)
 
 
 def _of_sums(step: UpdateStep, of: str, sums: Sums) -> Measurement:
+    return _furthest(step, of, {kind: one.error for kind, one in sums.items()})
+
+
+def _furthest(step: UpdateStep, of: str, errors: Mapping[str, float]) -> Measurement:
     """Measures the sum that is furthest from its expected value, relative to its bound."""
-    kind, error = max(((kind, one.error) for kind, one in sums.items()), key=lambda one: one[1], default=("", 0.0))
-    return Measurement(
-        stage=step.stage,
-        tensor=f"{ROUNDED}{of}{AGAINST_REBUILT}",
-        step=step.step,
-        error=finite(error),
-        where=kind,
-        fixed=1.0,
-    )
+    kind, error = max(errors.items(), key=lambda one: one[1])
+    tensor = f"{ROUNDED}{of}{AGAINST_REBUILT}"
+    return Measurement(stage=step.stage, tensor=tensor, step=step.step, error=finite(error), where=kind, fixed=1.0)
 
 
 def _largest(step: UpdateStep, what: str, name: str, errors: Tensor, compared: Tensor, *, bound: float) -> Measurement:

@@ -38,7 +38,7 @@ from conformance.judge.rounding import (
     measure_accumulation_precision,
     measure_row_precision,
 )
-from conformance.judge.stored_updates import not_rebuilt, stored_updates
+from conformance.judge.stored_updates import lost_in_rounding, not_rebuilt, stored_updates
 from conformance.judge.tolerance import (
     Measurement,
     allowed_errors,
@@ -233,8 +233,8 @@ def judge(
         listed.append(f"which experts are chosen, which backends are told in {precision}")
     if coarse:
         listed.append("anything but gross faults, because float8 amplifies rounding below the exact tier")
-    if rounded and (steps_left := not_rebuilt(phases, found, observables)):
-        listed.append(f"updates of steps {', '.join(map(str, steps_left))}, which are not rebuilt")
+    if rounded and lost_in_rounding(found):
+        listed.append("that small updates are not lost in rounding to the nearest number")
     if muon_within_noise(found):
         listed.append("update of matrices by Muon")
     if not verdict.findings:
@@ -245,6 +245,8 @@ def judge(
         more = [*circumstances(quantities, phases, observables), *notes]
         return replace(verdict, state="differs", reason=_difference(verdict, more))
     lost, remarks = unobserved(phases, quantities, observables)
+    if rounded and (steps_left := not_rebuilt(phases, found, oracle)):
+        lost.append(f"updates of steps {', '.join(map(str, steps_left))}, without moments")
     more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *notes]
     state: State = "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the reference", *more]))

@@ -30,9 +30,13 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
+LEAST_EXPONENT = -125  # of normal numbers of float32 and bfloat16, as frexp counts it
+
+
 def spacing(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns the distance of neighbouring numbers with ``bits`` significant bits around each element of ``x``."""
-    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - bits)
+    """Returns the distance of neighbouring numbers with ``bits`` significant bits around each element of ``x``, which
+    have the exponents of float32."""
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent.clamp(min=LEAST_EXPONENT) - bits)
 
 
 def rounded_at_random(x: torch.Tensor, bits: int, generator: torch.Generator) -> torch.Tensor:

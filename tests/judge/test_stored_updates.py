@@ -1,5 +1,6 @@
 """Checks of updates without masters: honest roundings are within their bounds, each bias and each repetition is not."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,13 +30,15 @@ def view(tensor: Tensor | None) -> TensorView:
     return TensorView(tensors={} if tensor is None else {"w": tensor})
 
 
-def training(rounds: Rounds, *, seed: int, beta2: float = 0.95, decay: float = 0.1) -> Iterator[UpdateStep]:
+def training(
+    rounds: Rounds, *, seed: int, beta2: float = 0.95, decay: float = 0.1, size: float = 1e-3
+) -> Iterator[UpdateStep]:
     """Trains in float32 and stores in bf16, as torchao does: AdamW of the scenario sft-packed."""
     generator = torch.Generator().manual_seed(seed)
     weight = (0.1 * torch.randn(SHAPE, generator=generator)).bfloat16()
     first = second = torch.zeros(SHAPE, dtype=torch.bfloat16)
     for number in range(4):
-        before, gradient = weight, (1e-3 * torch.randn(SHAPE, generator=generator)).bfloat16()
+        before, gradient = weight, (size * torch.randn(SHAPE, generator=generator)).bfloat16()
         g, w = gradient.float(), weight.float()
         m, v = first.float().lerp(g, 0.1), second.float().lerp(g.square(), 1 - beta2)
         denominator = v.sqrt() / (1 - beta2 ** (number + 1)) ** 0.5 + 1e-3
@@ -123,11 +126,11 @@ def test_nearest_numbers_are_required_where_nothing_is_random() -> None:
         (toward(torch.sign), {"away from zero"}),
         (toward(lambda x: -x.sign()), {"away from zero"}),
         (lambda x, _: x.bfloat16(), {"to the nearest number"}),
-        (shared(lambda r: r[:1, :1].expand(r.shape)), {"up", "up as 1 elements before", "to the nearest number"}),
-        (shared(lambda r: r[:, :1].expand(r.shape)), {"up as 1 elements before"}),
-        (shared(lambda r: r[:1].expand(r.shape)), {"up as 64 elements before"}),
-        (shared(lambda r: r[:48].repeat(2, 1)), {"up as 3072 elements before"}),
-        (lambda x, _: at_random(x, torch.Generator().manual_seed(7)), {"up as in the step before"}),
+        (shared(lambda r: r[:1, :1].expand(r.shape)), {"up", "to the nearest number"}),
+        (shared(lambda r: r[:, :1].expand(r.shape)), {"same random numbers as 1 elements before, up"}),
+        (shared(lambda r: r[:1].expand(r.shape)), {"same random numbers as 64 elements before, up"}),
+        (shared(lambda r: r[:48].repeat(2, 1)), {"same random numbers as 3072 elements before, up"}),
+        (lambda x, _: at_random(x, torch.Generator().manual_seed(7)), {"same random numbers as at step 2, up"}),
         (lambda x, g: at_random(x + 0.3 * spacing(x, BITS), g), {"up"}),
     ],
     ids=["up", "away", "cut-off", "nearest", "one-number", "of-rows", "of-columns", "of-shards", "of-steps", "biased"],
@@ -135,6 +138,28 @@ def test_nearest_numbers_are_required_where_nothing_is_random() -> None:
 def test_each_bias_is_named(rounds: Rounds, kinds: set[str]) -> None:
     found = {kind for _, kind in beyond(judged(training(rounds, seed=3)))}
     assert found & kinds, found
+
+
+def test_numbers_of_an_earlier_step_are_seen_in_two_steps_that_are_judged_together() -> None:
+    """Every second step has the numbers of the last but one, which was not read."""
+    calls = iter(range(4))
+    steps = training(lambda x, _: at_random(x, torch.Generator().manual_seed(next(calls) % 2)), seed=2)
+    found = {kind for step, kind in beyond(judged(steps)) if step == 2}
+    assert any(kind.startswith("same random numbers as at step 1,") for kind in found), found
+
+
+def test_numbers_of_another_weight_of_the_same_size_are_seen() -> None:
+    """The fourth weight has those of the first one."""
+    scenario = make_cell("sft-packed", "llama", "dp2", "bf16-stochastic").scenario
+    of_steps = stored_updates._OfSteps(shards=())
+    for number, seed in enumerate((11, 12, 13, 11)):
+        steps = list(training(numbers_from(torch.Generator().manual_seed(seed)), seed=20 + number))
+        found = beyond(list(stored_updates._of_parameter("w", steps, scenario, HONEST, of_steps)))
+        assert bool(found) == (number == 3)
+
+
+def numbers_from(generator: torch.Generator) -> Rounds:
+    return lambda x, _: at_random(x, generator)
 
 
 def test_no_stored_number_is_outside_of_any_rounding() -> None:
@@ -164,16 +189,41 @@ def test_moments_that_are_not_stored_in_bf16_show() -> None:
     assert (UNREAD, "exp_avg_sq of w against rebuilt") in beyond(judged(iter(steps)))
 
 
-def test_steps_that_are_not_rebuilt_are_listed() -> None:
-    """Without moments nothing is known after the two steps that are judged by them."""
-    steps = [replace(step, first_moment=view(None)) for step in training(at_random, seed=0)]
+def test_a_weight_without_moments_is_never_passed_over() -> None:
+    """Of two weights one has no moments, so nothing could be known of it after the two steps."""
+    steps = list(training(at_random, seed=0))
+    others = TensorView(tensors={"other": torch.zeros(1)})
+    without = [replace(step, first_moment=others) if step.step == UNREAD else step for step in steps]
+    assert [m.tensor for m in judged(iter(without)) if math.isinf(m.error)] == ["moments of w (missing)"]
+
+
+def test_steps_without_any_moments_are_listed() -> None:
+    steps = [replace(s, first_moment=view(None), second_moment=view(None)) for s in training(at_random, seed=0)]
     found = judged(iter(steps))
     assert not found, "the first step's weights are not read"
     lines = [{"unread": ["weight"]}, {"unread": ["gradient"]}, {}, {}]
     record: Any = SimpleNamespace(steps=[SimpleNamespace(step=n, line=line) for n, line in enumerate(lines)])
-    observables = trained_observables("")
-    assert stored_updates.not_rebuilt([record], found, observables) == [1, 2, 3]
-    assert not stored_updates.not_rebuilt([record], judged(training(at_random, seed=0)), observables)
+    of_oracle = [SimpleNamespace(step=n, names=lambda: ["gradient/w", "weight/w"]) for n in range(4)]
+    oracle: Any = SimpleNamespace(steps=of_oracle, observables=trained_observables(""))
+    assert stored_updates.not_rebuilt([record], found, oracle) == [1, 2, 3]
+    assert not stored_updates.not_rebuilt([record], judged(training(at_random, seed=0)), oracle)
+
+
+def test_updates_that_rounding_to_the_nearest_number_may_lose_are_told_from_those_it_may_not() -> None:
+    def sums(nearest: float, n: int) -> list[Measurement]:
+        of_steps = stored_updates._OfSteps(shards=())
+        of_steps.nearest[0] = nearest
+        of_steps.sums[0] = {stored_updates.NEAREST: Sum(variance=n / 6)}
+        return list(of_steps.measurements(next(training(at_random, seed=0))))
+
+    assert stored_updates.lost_in_rounding(sums(1.0, 1000))
+    assert not stored_updates.lost_in_rounding(sums(1e5 / 24, 100_000))
+
+
+def test_gradients_that_underflow_raise_no_alarm() -> None:
+    for size in (1e-18, 1e-20, 1e-23):
+        measured = judged(training(at_random, seed=5, size=size))
+        assert not beyond(measured), size
 
 
 def test_bound_of_a_sum_holds_far_beyond_its_standard_deviation() -> None:
