@@ -116,8 +116,9 @@ def _te_casts(
         claim = f"scales are {'' if by_power else 'not '}rounded to powers of two"
         yield claim, holds, f"observed shares of powers of two by rank {powers}"
     own = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[4])
-    whose = "that updates gave" if recipe == "fp8delayed" else "of the operands themselves"
-    yield f"scales are those {whose}", own == 0, f"observed {own} operands with other scales"
+    whose = "that updates gave, from magnitudes of casts" if recipe == "fp8delayed" else "of the operands themselves"
+    where = " or magnitudes that histories lack" if recipe == "fp8delayed" else ""
+    yield f"scales are those {whose}", own == 0, f"observed {own} operands with other scales{where}"
 
 
 def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int) -> Claims:

@@ -132,15 +132,16 @@ class _Evidence:
     from the products of the operands, in parts of the magnitudes. float8_casts: of operands of TransformerEngine's
     products the operand (input, weight or gradient), its format, what has a scale (tensor, rows or squares of 128),
     whether scales are powers of two (null for zeros), whether they are those of the operand (with delayed scaling: of
-    the histories), whether what a backward product multiplies again has the numbers of the forward product, and the
-    number of casts. float8_scales: SHA-256 of their scales, in order. float8_scale_ratios: the least and the largest
-    scale that an update gave, in parts of the one that follows from its history. float8_amaxes: of the first 512
-    operands that updates scale the largest magnitude on this rank, and that of all ranks. embedded: where ranks have
-    other tokens, for each lookup of tokens the rows of the embedding on this rank, and the tokens of each row. entered:
-    for each of these lookups, for each token the number of the group of equal rows of what the layers multiply first;
-    empty if it is not known. gathered: where ranks have other tokens, ranks of the group, shape of the input, elements
-    and number of all-gathers in the forward pass. documents: where ranks have other tokens, on the first rank, the
-    tokens of each document of each row of the first micro-batch of each data-parallel rank.
+    the histories, which hold the magnitude of what is cast), whether what a backward product multiplies again has the
+    numbers of the forward product, and the number of casts. float8_scales: SHA-256 of their scales, in order.
+    float8_scale_ratios: the least and the largest scale that an update gave, in parts of the one that follows from its
+    history. float8_amaxes: of the first 512 operands that updates scale the largest magnitude on this rank, and that of
+    all ranks. embedded: where ranks have other tokens, for each lookup of tokens the rows of the embedding on this
+    rank, and the tokens of each row. entered: for each of these lookups, for each token the number of the group of
+    equal rows of what the layers multiply first; empty if it is not known. gathered: where ranks have other tokens,
+    ranks of the group, shape of the input, elements and number of all-gathers in the forward pass. documents: where
+    ranks have other tokens, on the first rank, the tokens of each document of each row of the first micro-batch of each
+    data-parallel rank.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]

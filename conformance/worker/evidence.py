@@ -43,6 +43,7 @@ from conformance.worker.operators import (
     operator_of,
     product_error,
     te_cast,
+    te_largest,
     te_numbers,
     te_product_error,
     tensors_in,
@@ -266,11 +267,13 @@ class Watch(InPlaceOfLifting):
         first, second = ("input" if b_flipped else "weight"), ("input" if flipped else "gradient")
         for operand, x, columns in ((first, a, not flipped), (second, b, b_flipped)):
             format, kind, powers, own = te_cast(x, columns=columns)
-            is_kept = operand == "weight" or columns  # from an earlier product
+            digest = hashlib.sha256(te_numbers(x, columns=columns)).digest()
+            # A weight is cast once a step, and another operand for its first product, along its rows.
+            is_new = digest not in self._forward_numbers if operand == "weight" and flipped else operand != "weight"
             if self.delayed is not None and self.delayed.is_used:
                 direction = "backward" if operand == "gradient" else "forward"
-                own = self.delayed.gave(x._scale_inv, direction, before=is_kept)
-            digest = hashlib.sha256(te_numbers(x, columns=columns)).digest()
+                largest = te_largest(x) if is_new and not columns else None
+                own = self.delayed.gave(x._scale_inv, direction, largest=largest)
             if flipped:
                 self._forward_numbers.add(digest)
             same = operand == "gradient" or kind == "rows" or digest in self._forward_numbers

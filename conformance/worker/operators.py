@@ -43,6 +43,7 @@ _BLOCK = 128  # numbers of a block that TransformerEngine gives a scale
 _PART = 256  # rows and columns of a product in float8 that are multiplied again
 SCALE_ERROR = 2.0**-20  # scales, their inverses and magnitudes are float32 numbers
 AMAXES_KEPT = 512
+_FORMATS = {"forward": torch.float8_e4m3fn, "backward": torch.float8_e5m2}  # of delayed scaling
 _OVERWRITE = ("zero_", "fill_")  # operators that read none of their tensor's numbers, as where gradients are cleared
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 
@@ -212,6 +213,11 @@ def te_cast(x: Any, *, columns: bool) -> tuple[str, str, bool | None, bool]:
     return name, "squares" if x._is_2D_scaled else "rows", powers, bool(((blocks == 0) | (blocks >= end / 2)).all())
 
 
+def te_largest(x: Any) -> Tensor:
+    """Returns the largest magnitude in float8, unscaled, of an operand that TransformerEngine multiplies along rows."""
+    return _te_copy(x, columns=False)[0].float().abs().amax().double()
+
+
 def _padded(x: Tensor, dim: int) -> Tensor:
     rest = -x.shape[dim] % _BLOCK
     return torch.nn.functional.pad(x, (0, rest) if dim == 1 else (0, 0, 0, rest))
@@ -233,13 +239,14 @@ class DelayedScales:
     whose magnitude is 0 on all ranks, as that of a weight which is not cast again, keeps history and scale.
 
     ratios: the least and the largest scale after an update, in parts of the one that follows from the history, infinite
-    if the history has lost a magnitude.
+    if the history has lost a magnitude, also that of a cast since the last update.
     amaxes: the largest magnitude on this rank, and that of all ranks, of the first operands that an update scales.
     """
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._before: dict[str, list[Tensor]] = {"forward": [], "backward": []}  # scales before each update
+        self._noted: dict[str, Tensor] = {}  # magnitudes since the last update, as of the latest cast
         self.ratios: list[float] = []
         self.amaxes: list[tuple[float, float]] = []
 
@@ -258,14 +265,31 @@ class DelayedScales:
         scales = [one for key in keys for one in self._buffers.global_scale_buffer[key]]
         return torch.cat(histories, 1).double(), torch.cat(scales).double()
 
-    def gave(self, inverse: Tensor, direction: str, *, before: bool) -> bool:
-        """Tells whether 1 / ``inverse`` is the scale of some operand now, or, with ``before``, earlier in this step."""
-        scales = torch.cat([self._now(direction)[1], *(self._before[direction] if before else ())])
-        return bool(((inverse.double() * scales - 1).abs() < SCALE_ERROR).any())
+    def gave(self, inverse: Tensor, direction: str, *, largest: Tensor | None) -> bool:
+        """Tells whether 1 / ``inverse`` is the scale of some operand now, whose history holds the magnitude of a cast.
+
+        ``largest``: the largest magnitude in float8 of an operand that was cast now, where larger ones become the end
+        of the format; None of one that was cast earlier in this step, whose scale may be an earlier one.
+        """
+        histories, scales = self._now(direction)
+        if largest is None:
+            scales = torch.cat([scales, *self._before[direction]])
+            return bool(((inverse.double() * scales - 1).abs() < SCALE_ERROR).any())
+        self._noted[direction] = histories[0]
+        format = _FORMATS[direction]
+        least, most = (
+            (histories[0] * scales * (1 + error)).clamp(max=torch.finfo(format).max).float().to(format).double()
+            for error in (-SCALE_ERROR, SCALE_ERROR)
+        )
+        is_noted = (least <= largest) & (largest <= most)
+        return bool((is_noted & ((inverse.double() * scales - 1).abs() < SCALE_ERROR)).any())
 
     def begin_update(self, direction: str) -> None:
         self._history, scales = self._now(direction)
         self._before[direction].append(scales)
+        noted = self._noted.pop(direction, scales[:0]).sort(descending=True).values
+        now = self._history[0].sort(descending=True).values  # magnitudes grow, and other layers' are added
+        self._is_lost = (now[: len(noted)] < noted[: len(now)]).any()
 
     def end_update(self, direction: str) -> None:
         history, scales = self._history, self._before[direction][-1]
@@ -273,10 +297,10 @@ class DelayedScales:
         is_left = (history[0] == 0) & (after == history).all(0)
         of_ranks = torch.where(is_left, 0, after[-1])
         largest = torch.cat([history[1:], of_ranks[None]]).amax(0)
-        end = torch.finfo(torch.float8_e4m3fn if direction == "forward" else torch.float8_e5m2).max
+        end = torch.finfo(_FORMATS[direction]).max
         ratios = new / torch.where(is_left, scales, end / largest)
         is_kept = is_left | (after[1:-1] == history[2:]).all(0)
-        ratios = torch.where(is_kept, ratios, torch.inf)
+        ratios = torch.where(is_kept & ~self._is_lost, ratios, torch.inf)
         self.ratios = [min([*self.ratios[:1], float(ratios.min())]), max([*self.ratios[1:], float(ratios.max())])]
         pairs = zip(history[0].tolist(), of_ranks.tolist(), strict=True)
         self.amaxes += [*pairs][: AMAXES_KEPT - len(self.amaxes)]

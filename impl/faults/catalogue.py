@@ -172,6 +172,7 @@ SEAMS: Mapping[str, str] = {
     "cast_saturated": "(scaled tensor, dtype) -> it in float8, with numbers beyond the largest one set to it",
     "amax_to_scale": "(largest magnitude, dtype, *, round_scales_to_power_of_2) -> scale",
     "te_recipe": "(Megatron's configuration) -> TransformerEngine's recipe of a pass or a layer",
+    "te_quantizers": "(TransformerEngine's histories of a layer) -> what casts its operands and notes their magnitudes",
     "amax_group": "() -> the process group over which TransformerEngine reduces magnitudes, as Megatron says",
     "float8_context": "(Megatron's configuration, layer) -> the context of TransformerEngine's recipe for a layer",
     "is_left_out": "(Megatron's configuration, layer) -> whether a layer is kept out of float8",

@@ -379,6 +379,20 @@ def _late_scale(amax: Tensor, scale: Tensor, largest: float, recipe: Any) -> Ten
 
 
 @FLOAT8_FAULTS.add(
+    summary="casts note the largest magnitudes where nothing reads them, so that scales stay 1",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/2044, where histories are new and casts write to the old ones",
+    stage="configuration",
+    cells=_te_cells("fp8delayed"),
+    needs="te and fp8delayed",
+)
+def te_magnitudes_not_recorded(te_quantizers: Function, state: Any) -> Any:
+    found = te_quantizers(state)
+    for one in found:
+        one.amax = torch.zeros_like(one.amax)
+    return found
+
+
+@FLOAT8_FAULTS.add(
     summary="weights are cast in the first step, and what later steps multiply by is not cast again",
     source="https://github.com/NVIDIA/Megatron-LM/issues/629, after which Megatron says when weights are new",
     stage="log-probs",

@@ -381,6 +381,7 @@ class MegatronBackend(ReferenceBackend):
         "restore_generators": "megatron.core.tensor_parallel.random:_set_all_rng_states",
         "own_generator": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         "te_recipe": "megatron.core.fp8_utils:get_fp8_recipe",
+        "te_quantizers": f"{TRANSFORMER_ENGINE}.fp8:DelayedScalingRecipeState.make_quantizers",
         "amax_group": "megatron.core.parallel_state:get_amax_reduction_group",
         "float8_context": "megatron.core.transformer.transformer_block:get_fp8_context",
         "is_left_out": "megatron.core.fp8_utils:is_first_last_bf16_layer",

@@ -364,23 +364,69 @@ def test_updates_of_scales_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, HISTORIES, SimpleNamespace(FP8GlobalStateManager=Manager))
     (x, *_), (w, *_) = (with_one_scale(drawn(*sizes), keeps="both") for sizes in ((48, 64), (80, 64)))
     monkeypatch.setitem(sys.modules, TRANSFORMER_ENGINE, SimpleNamespace(generic_gemm=lambda *_: [torch.zeros(48, 80)]))
-    watch = Watch()
+    watch, first = Watch(), with_one_scale(drawn(48, 64), keeps="both")[0]
+    first._data = (x._data.view(torch.float8_e4m3fn).float() * 3 / 448).to(torch.float8_e4m3fn).view(torch.uint8)
     with watch.step():
-        library.cast(3.0, 2.0, 9.0)
+        library.cast(3.0, 448.0, 9.0)
         for number, scale in enumerate(
-            (1.0, 1.0, 448 / 3, 448 / 2, 7.0)
-        ):  # of all at first, of each after the update, of none
-            x._scale_inv = w._scale_inv = torch.tensor(1 / scale)
-            sys.modules[TRANSFORMER_ENGINE].generic_gemm(w, True, x, False, *[None] * 7, False)
+            (1.0, 1.0, 448 / 3, 7.0)
+        ):  # of all at first, of the weight, of the input, of none
+            operand = x if number else first
+            operand._scale_inv = w._scale_inv = torch.tensor(1 / scale)
+            sys.modules[TRANSFORMER_ENGINE].generic_gemm(w, True, operand, False, *[None] * 7, False)
             if number == 0:
                 Manager.reduce_and_update_fp8_tensors(forward=True)
                 Manager.reduce_and_update_fp8_tensors(forward=False)
+            library.cast(3.0, 0.0, 0.0)  # the weight is not cast again
     foreign = [cast[0] for cast in watch.casts.elements() if not cast[4]]
     assert sorted(foreign) == ["input", "input", "weight"], "an input is cast anew, a weight once a step"
-    assert watch.to_json()["float8_amaxes"] == [(3, 3), (2, 2), (9, 9)]
+    assert watch.to_json()["float8_amaxes"] == [(3, 3), (448, 448), (9, 9)]
     assert watch.to_json()["float8_scale_ratios"] == pytest.approx([1, 1])
     Manager.reduce_and_update_fp8_tensors()
     assert len(watch.to_json()["float8_amaxes"]) == 3, "outside of the step nothing is watched"
+
+
+@pytest.mark.parametrize(
+    ("direction", "factor", "is_noted"),
+    [
+        *(
+            (direction, factor, abs(factor - 1) < 1e-6)
+            for direction in ("forward", "backward")
+            for factor in (1.0, 1 + 2.0**-22, 0.0, 0.5, 0.7, 2.0)
+        ),
+        ("forward", 1.08, False),
+    ],
+)
+def test_histories_hold_the_magnitudes_of_casts(direction: str, factor: float, is_noted: bool) -> None:
+    """As a backend that notes none, or smaller ones, has histories which are its own scales' as well."""
+    library, noted = Delayed(), []
+    watched = DelayedScales(library)
+    format, end = (torch.float8_e4m3fn, 448.0) if direction == "forward" else (torch.float8_e5m2, 57344.0)
+    for magnitude in (3e-4, 3.0, 2.5, 7.0, 0.0, 1.0):  # it saturates where larger than those before
+        scale = float(library.scales[f"{direction}_x"][0])
+        library.cast(*[factor * magnitude] * 3)
+        largest = torch.tensor(magnitude * scale).clamp(max=end).to(format).double()
+        noted.append(watched.gave(torch.tensor(1 / scale), direction, largest=largest))
+        watched.begin_update(direction)
+        library.update(forward=direction == "forward")
+        watched.end_update(direction)
+    assert watched.ratios == pytest.approx([1, 1])
+    assert all(noted) is is_noted
+
+
+def test_a_magnitude_that_is_lost_before_the_update_is_none_of_zeros() -> None:
+    library = Delayed()
+    watched = DelayedScales(library)
+    for is_lost in (False, True):
+        library.cast(3.0, 2.0, 9.0)
+        scale = library.scales["forward_x"][0]
+        largest = (3 * scale).to(torch.float8_e4m3fn).double()
+        assert watched.gave(1 / scale, "forward", largest=largest)
+        library.cast(*[0.0] * 3 if is_lost else (3.0, 2.5, 9.0))  # another layer's is larger
+        watched.begin_update("forward")
+        library.update()
+        watched.end_update("forward")
+        assert math.isinf(watched.ratios[1]) is is_lost
 
 
 def test_operands_are_compared_with_scales_of_their_time() -> None:
@@ -390,11 +436,12 @@ def test_operands_are_compared_with_scales_of_their_time() -> None:
     watched.begin_update("forward")
     library.update()
     watched.end_update("forward")
-    assert watched.gave(torch.tensor(2 / 448), "forward", before=False)
-    assert not watched.gave(torch.tensor(1.0), "forward", before=False)
-    assert watched.gave(torch.tensor(1.0), "forward", before=True)  # as of a weight, which is cast once a step
-    assert not watched.gave(torch.tensor(1 / 448), "forward", before=True)
-    assert watched.gave(torch.tensor(1.0), "backward", before=False)
+    library.cast(3.0, 1.0, 9.0)
+    assert watched.gave(torch.tensor(2 / 448), "forward", largest=torch.tensor(224.0))
+    assert not watched.gave(torch.tensor(1.0), "forward", largest=torch.tensor(1.0))
+    assert watched.gave(torch.tensor(1.0), "forward", largest=None)  # as of a weight, which is cast once a step
+    assert not watched.gave(torch.tensor(1 / 448), "forward", largest=None)
+    assert watched.gave(torch.tensor(1.0), "backward", largest=torch.tensor(8.0))  # rounded
 
 
 def casts(
