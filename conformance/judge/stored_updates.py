@@ -43,8 +43,8 @@ from conformance.spec.observables import AGAINST_REBUILT, is_unread
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
 
-# ln(2 / p) of one sum. A cell has fewer than 10,000 sums, so an honest one is flagged with probability below 1e-9.
-CONFIDENCE = math.log(2 / 1e-13)
+# ln(2 / p) of one sum. A cell has fewer than a million sums, so an honest one is flagged with probability below 1e-9.
+CONFIDENCE = math.log(2 / 1e-15)
 TINY = torch.finfo(torch.float64).tiny
 ROUNDED = "roundings of "
 OVER_TWO = " over two steps"

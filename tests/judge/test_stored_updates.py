@@ -227,6 +227,6 @@ def test_gradients_that_underflow_raise_no_alarm() -> None:
 
 
 def test_bound_of_a_sum_holds_far_beyond_its_standard_deviation() -> None:
-    """For a sum of 600 fair roundings the bound is at 8 to 10 standard deviations: one alarm in 1e13."""
+    """For a sum of 600 fair roundings the bound is at 8 to 10 standard deviations: one alarm in 1e15."""
     error = Sum(value=8 * (600 / 6) ** 0.5, variance=600 / 6).error
     assert 0.8 < error < 1.0
