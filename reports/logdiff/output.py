@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports.logdiff.comparison import Compared, Comparison, Side, listed
+from reports.logdiff.alignment import listed
+from reports.logdiff.comparison import Compared, Comparison, Side
 from reports.logdiff.metrics import is_known, is_ratio
 from reports.wording import percent, plain, plural
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from conformance.core.errors import UsageError
-from reports.logdiff.comparison import Alignment, align
+from reports.logdiff.alignment import Alignment, align
 from reports.logdiff.rows import Log, Row
 from reports.logdiff.run import Run, run_of
 

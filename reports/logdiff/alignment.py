@@ -1,0 +1,298 @@
+"""Puts the curves of several runs on common positions, by step or by tokens.
+
+A counter that begins at 0 in one log and at 1 in another is detected, by the first steps or by the values, and
+corrected. A log of every tenth step is compared at its own steps; where it logs means over the steps between (Hugging
+Face's Trainer, Megatron), the other run's steps are averaged in the same way. By tokens, curves are compared at the
+positions of the run with the fewest; the other curves are interpolated linearly.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.core.errors import UsageError
+from reports.logdiff.metrics import (
+    METRICS,
+    OF_RANK,
+    is_cost,
+    is_evaluation,
+    is_known,
+    is_of_rank,
+    is_rate,
+)
+from reports.logdiff.rows import COUNTED
+from reports.logdiff.run import SHOWN, Curve, Floats, Run
+from reports.wording import plural
+
+CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
+FAR = 10.0  # times nearer: then it says so by itself, whatever the first steps are
+SEVERAL = 5  # steps at which a metric leaves SAME, unless the counter is shifted
+SAME = 0.05  # relative difference of a metric at the same step of two honest runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aligned:
+    """One metric of all runs: positions [T] (steps or tokens, rising), and of each side its runs' values [R, T].
+
+    ``exact``: these are rates as they were logged; between the positions of a log they are interpolated.
+    """
+
+    metric: str
+    positions: Floats
+    sides: tuple[Floats, Floats]
+    exact: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """All metrics that every run has, aligned; ``notes`` say what had to be done, ``missing`` who lacks what.
+
+    refused: why nothing is aligned; empty if something may be.
+    """
+
+    by: str
+    metrics: tuple[Aligned, ...] = ()
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    refused: str = ""
+
+
+def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequence[str] = ()) -> Alignment:
+    """Two sides' runs on common positions. ``by``: ``step`` or ``tokens``; ``chosen``: only these metrics."""
+    runs = [*sides[0], *sides[1]]
+    if by == "tokens" and (without := [run.name for run in runs if run.tokens is None]):
+        raise UsageError(f"{', '.join(without)} counts no tokens; leave out --by tokens, or log them cumulatively")
+    if by == "step" and (refused := _without_steps(runs)):
+        return Alignment(by=by, refused=refused)
+    names = list(chosen or sorted(dict.fromkeys(name for run in runs for name in run.curves), key=_in_order))
+    missing, notes, metrics = [], [], []
+    unknown: list[str] = []
+    shifts = []
+    for run in runs:
+        shift, note = (0.0, "") if by == "tokens" else _shift(runs[0], run)
+        shifts.append(shift)
+        notes += [note] if note else []
+        if by == "tokens" and run.tokens_added:
+            notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
+    last = [_last(run) + shift for run, shift in zip(runs, shifts, strict=True)]
+    begins, ends = max(_first(run) + shift for run, shift in zip(runs, shifts, strict=True)), min(last)
+    for name in names:
+        lacking = [run.name for run in runs if name not in run.curves]
+        if is_of_rank(name) and (lacking or len(runs) > 2):
+            continue
+        if lacking and not is_known(name) and not chosen:
+            unknown.append(name)
+            continue
+        if lacking:
+            missing.append(f"{name}: not in {', '.join(lacking)}")
+            continue
+        curves = [
+            _by_tokens(run, name) if by == "tokens" else Curve(run.curves[name].steps + shift, run.curves[name].values)
+            for run, shift in zip(runs, shifts, strict=True)
+        ]
+        averaged = [name.partition(OF_RANK)[0] in run.averaged for run in runs]
+        positions, values, note = _common(curves, averaged, by=by)
+        lost = _lost(curves, positions, begins=begins, ends=ends) if by == "step" and not note else 0
+        if lost:
+            note = f"{plural(lost, 'step')} left out, at which one log has a number and another none"
+        if note:
+            notes.append(f"{name}: {note}")
+        if len(positions) == 0:
+            missing.append(f"{name}: no {by} in common")
+            continue
+        if not np.isfinite(values).any():
+            missing.append(f"{name}: no finite value in any of them")
+            continue
+        split = len(sides[0])
+        exact = is_rate(name) and by == "step"
+        metrics.append(Aligned(metric=name, positions=positions, sides=(values[:split], values[split:]), exact=exact))
+    if count := sum(is_of_rank(one.metric) for one in metrics):
+        notes.append(f"{plural(count, 'curve')} of single ranks compared as well; those that differ are in the table")
+    if unknown:
+        missing.append(f"{listed(unknown)}: not in every log, under names that no table knows")
+    both = [own for own in runs[0].ignored if all(own in run.ignored for run in runs)]
+    if both:
+        missing.append(f"{plural(len(both), 'column')} of every log, no loss, norm, reward or rate: {listed(both)}")
+    for run in runs:
+        if own := sorted((name for name in run.ignored if name not in both), key=is_cost):
+            columns = plural(len(own), "column")
+            missing.append(f"{columns} of {run.name} alone, no loss, norm, reward or rate: {listed(own)}")
+    if by == "step" and max(last) > ends:
+        longest, first = runs[last.index(max(last))].name, runs[last.index(ends)].name
+        notes.append(f"{first} ends at step {ends:.0f} and {longest} at {max(last):.0f}: what follows is not compared")
+    return Alignment(by=by, metrics=tuple(metrics), notes=tuple(notes), missing=tuple(missing))
+
+
+def _in_order(metric: str) -> int:
+    """The place of a metric in the table; those of single ranks come last."""
+    return len(METRICS) + is_of_rank(metric) if metric not in METRICS else list(METRICS).index(metric)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _first(run: Run) -> float:
+    """The first step of training; an evaluation may come before it."""
+    trained = [curve.steps[0] for name, curve in run.curves.items() if not is_evaluation(name)]
+    return float(min(trained or [curve.steps[0] for curve in run.curves.values()]))
+
+
+def _last(run: Run) -> float:
+    """The last step of training."""
+    trained = [curve.steps[-1] for name, curve in run.curves.items() if not is_evaluation(name)]
+    return float(max(trained or [curve.steps[-1] for curve in run.curves.values()]))
+
+
+def _without_steps(runs: Sequence[Run]) -> str:
+    """Says why a log whose lines were counted, for it names no steps, is not aligned with logs that name steps.
+
+    Its lines are steps only if the other logs have as many, one after another.
+    """
+    named = [(run, *_density(run)) for run in runs if COUNTED not in run.notes]
+    for run in runs if len(named) < len(runs) else []:
+        lines, _ = _density(run)
+        for other, steps, stride in named if COUNTED in run.notes else []:
+            if steps != lines or stride != 1:
+                return (
+                    f"{run.name} names no steps, and nothing tells which of the {plural(steps, 'step')} of {other.name}"
+                    f" ({_first(other):.0f} to {_last(other):.0f}) its {plural(lines, 'line')} are; give a log that"
+                    " names steps, such as the Trainer's trainer_state.json"
+                )
+    return ""
+
+
+def _density(run: Run) -> tuple[int, float]:
+    """The number of steps of the metric of training that a run has most of, and the distance between two of them."""
+    trained = [curve for name, curve in run.curves.items() if not is_evaluation(name)]
+    most = max(trained or run.curves.values(), key=lambda curve: len(curve.steps))
+    return len(most.steps), most.stride
+
+
+def _shift(reference: Run, run: Run) -> tuple[float, str]:
+    """What to add to a run's steps, and a sentence about it.
+
+    Where one counter begins at 0 and the other at 1, either both count the same steps, or one log lacks its first line.
+    Each metric that is CLEARLY nearer to the other run's with or without a shift has a vote. Where they are undecided
+    (other seeds, constants), logs that also end at the same step are taken to lack a line. Anywhere else the values
+    alone can tell that a counter is shifted.
+    """
+    shift = _first(reference) - _first(run)
+    shared = {
+        name: (curve, run.curves[name])
+        for name, curve in reference.curves.items()
+        if name in run.curves and not is_evaluation(name)
+    }
+    same_stride = [(a, b) for a, b in shared.values() if a.stride == b.stride]
+    if {_first(reference), _first(run)} != {0.0, 1.0} or not same_stride:
+        return _shift_by_values(reference, run, shared)
+    votes = sum(_vote(_distance(a, b, shift), _distance(a, b, 0.0)) for a, b in same_stride)
+    decided = "" if votes else ", although the values do not tell whether it is that or a first line that is missing"
+    begins = f"{run.name} counts its steps from {_first(run):.0f} and {reference.name} from {_first(reference):.0f}"
+    if votes > 0 or (votes == 0 and _last(reference) != _last(run)):
+        done = f"{abs(shift):.0f} was {'added to' if shift > 0 else 'taken from'} the former's"
+        return shift, f"{begins}: {done}{decided}"
+    return 0.0, "" if votes else f"{begins}: both count the same steps{decided}"
+
+
+def _shift_by_values(reference: Run, run: Run, shared: Mapping[str, tuple[Curve, Curve]]) -> tuple[float, str]:
+    """1 or -1, and a sentence, if the values leave no doubt that one log counts from 0 and the other from 1; else 0.
+
+    Logs that begin or end at the same step count alike. No metric may be CLEARLY nearer without the shift. One that
+    training computes has to be FAR nearer with it; a learning rate alone is no evidence, since its schedule may lag.
+    One has to be off at SEVERAL steps without the shift, and at none with it.
+    """
+    if _first(reference) == _first(run) or _last(reference) == _last(run):
+        return 0.0, ""
+    for shift in (-1.0, 1.0):
+        distances = {name: (_distance(a, b, shift), _distance(a, b, 0.0)) for name, (a, b) in shared.items()}
+        opposed = any(CLEARLY * unshifted < shifted for shifted, unshifted in distances.values())
+        nearer = {name for name, (shifted, unshifted) in distances.items() if FAR * shifted < unshifted}
+        same = [(_same(*shared[name], shift), _same(*shared[name], 0.0)) for name in nearer]
+        seen = any(shifted.all() and len(shifted) >= SEVERAL <= (~unshifted).sum() for shifted, unshifted in same)
+        if seen and not opposed and not all(map(is_rate, nearer)):
+            done = f"1 was {'added to' if shift > 0 else 'taken from'} the steps of {run.name}"
+            return shift, f"{done}: only then {reference.name} has the same {' and '.join(sorted(nearer))}"
+    return 0.0, ""
+
+
+def _same(a: Curve, b: Curve, shift: float) -> NDArray[np.bool_]:
+    """At which of the steps that both curves have, with finite values, they differ by SAME at most."""
+    x, y = _at_common(a, b, shift)
+    kept = np.isfinite(x) & np.isfinite(y)
+    return (np.abs(x - y) <= SAME * np.maximum(np.abs(x), np.abs(y)))[kept]
+
+
+def _vote(shifted: float, unshifted: float) -> int:
+    """1 for a shift, by the distances of a metric with and without it, -1 against it; 0 if they are similar."""
+    return int(CLEARLY * shifted < unshifted) - int(CLEARLY * unshifted < shifted)
+
+
+def _distance(a: Curve, b: Curve, shift: float) -> float:
+    """The median distance of two curves at the steps that both have; infinite without any."""
+    x, y = _at_common(a, b, shift)
+    between = np.abs(x - y)
+    between = between[np.isfinite(between)]
+    return float(np.median(between)) if len(between) else np.inf
+
+
+def _at_common(a: Curve, b: Curve, shift: float) -> tuple[Floats, Floats]:
+    """The values of two curves at the steps that both have."""
+    _, in_a, in_b = np.intersect1d(a.steps, b.steps + shift, return_indices=True)
+    return a.values[in_a], b.values[in_b]
+
+
+def _by_tokens(run: Run, name: str) -> Curve:
+    assert run.tokens is not None
+    curve = run.curves[name]
+    tokens = np.interp(curve.steps, run.tokens.steps, run.tokens.values)
+    kept = np.concatenate([[True], np.diff(tokens) > 0])
+    return Curve(tokens[kept], curve.values[kept])
+
+
+def _common(curves: list[Curve], averaged: list[bool], *, by: str) -> tuple[Floats, Floats, str]:
+    """Positions [T], the values [R, T] of each curve there, and a sentence if logs are unevenly dense."""
+    sparsest = max(range(len(curves)), key=lambda place: curves[place].stride)
+    sparse = curves[sparsest]
+    if by == "tokens":
+        low, high = max(curve.steps[0] for curve in curves), min(curve.steps[-1] for curve in curves)
+        positions = sparse.steps[(sparse.steps >= low) & (sparse.steps <= high)]
+        if all(len(curve.steps) == len(sparse.steps) and (curve.steps == sparse.steps).all() for curve in curves):
+            return positions, np.stack([curve.values for curve in curves]), ""
+        return positions, np.stack([np.interp(positions, curve.steps, curve.values) for curve in curves]), ""
+    note = ""
+    if any(curve.stride < sparse.stride for curve in curves):
+        note = (
+            f"logged every {min(curve.stride for curve in curves):.0f} and every {sparse.stride:.0f} steps; compared at"
+        )
+        note += " those that all have"
+        if averaged[sparsest]:
+            dense = [curve.stride < sparse.stride for curve in curves]
+            curves = [
+                _means(one, sparse.steps) if is_dense else one for one, is_dense in zip(curves, dense, strict=True)
+            ]
+            note += ", where the denser log is averaged over the steps between, as the other is"
+    positions = curves[0].steps
+    for curve in curves[1:]:
+        positions = np.intersect1d(positions, curve.steps)
+    return positions, np.stack([curve.values[np.isin(curve.steps, positions)] for curve in curves]), note
+
+
+def _lost(curves: Sequence[Curve], positions: Floats, *, begins: float, ends: float) -> int:
+    """Counts the steps at which only some curves have a number, from where all runs have begun until the first ends."""
+    steps = np.unique(np.concatenate([curve.steps for curve in curves]))
+    return int(((steps >= begins) & (steps <= ends)).sum() - len(positions))
+
+
+def _means(curve: Curve, ends: Floats) -> Curve:
+    """The means over (the end before, this end], for the ends that the curve reaches; the first one over as much."""
+    starts = np.concatenate([[ends[0] - (ends[1] - ends[0] if len(ends) > 1 else ends[0])], ends[:-1]])
+    found = [
+        (end, float(curve.values[inside].mean()))
+        for start, end in zip(starts, ends, strict=True)
+        if (inside := (curve.steps > start) & (curve.steps <= end)).any() and end <= curve.steps[-1]
+    ]
+    return Curve(np.array([end for end, _ in found]), np.array([value for _, value in found]))
