@@ -18,6 +18,7 @@ from conftest import make_cell
 
 from conformance.backends.faults import Fault
 from conformance.backends.protocol import BackendEntry
+from conformance.backends.registry import SubprocessAdapter, adapter_of
 from conformance.core.host import FIXTURES
 from conformance.core.io import read_toml
 from conformance.matrix.cell import Cell, Phase
@@ -72,8 +73,16 @@ def session_with(package: str, out: Path) -> Iterator[Session]:
         patch.setattr(sys, "path", [*others, str(FOLDER / package)])  # ranks inherit it
         if find_spec("torchao") is None:
             pytest.skip("torchao is not here; scripts/third-opinion fetches it")
+        _rest_fsdp2()  # its process began without this folder
         with Session(SessionConfig(out=out)) as session:
             yield session
+    _rest_fsdp2()
+
+
+def _rest_fsdp2() -> None:
+    adapter = adapter_of(BACKENDS["fsdp2"])
+    assert isinstance(adapter, SubprocessAdapter)
+    adapter.rest()
 
 
 def ranks_of(backend: str, size: int) -> WorkerGroupConfig:
