@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,13 @@ from side_sample import (
 )
 
 from conformance.cli import main as cli
+from conformance.judge import side_by_side
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.judge.tensor_views import floor_of_tensors, movement
 from conformance.judge.tolerance import EXACT
 from conformance.records.step_tensors import read_record
 from conformance.results.output_folders import slim
+from conformance.results.run_results import read_run
 from conformance.spec.conventions import DecaysAll
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import columns
@@ -389,6 +393,29 @@ def test_the_command_prints_the_table_and_its_exit_code_says_whether_all_agree(
     assert cli.main(["compare", str(sample), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["groups"] == [group_of(sample)]
     assert cli.main(["compare", str(write_run(tmp_path / "out", {DEEPSPEED: WRONG}))]) == 1
+
+
+def test_forks_compare_groups_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest group is compared first, and the file keeps the order of the run."""
+    out = write_run(tmp_path / "out")
+    run, entries = read_run(out)
+    shorter = [replace(entry, scenario="shorter") for entry in entries if entry.cell != cell_id(FSDP2_TP)]
+    monkeypatch.setattr(side_by_side, "read_run", lambda _: (run, [*shorter, *entries]))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    found, begun, fork = [], list[int](), os.fork
+
+    def counted() -> int:
+        begun.append(fork())
+        return begun[-1]
+
+    monkeypatch.setattr(os, "fork", counted)
+    for per_fork in (len(entries) * 2, 1):
+        monkeypatch.setattr(side_by_side, "PER_FORK", per_fork)
+        write_side_by_side(out)
+        found.append((out / "side_by_side.json").read_text())
+    assert found[0] == found[1]
+    assert len(begun) == 2
+    assert [group["group"].split("/")[0] for group in json.loads(found[1])["groups"]] == ["shorter", "sft-tiny"]
 
 
 def test_a_reference_that_is_lent_is_told_with_who_agrees(tmp_path: Path) -> None:
