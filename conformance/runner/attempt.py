@@ -138,8 +138,9 @@ class CellRunner:
 
         A cell with a planted fault is expected to differ, and a cell that hung has used up its budget; neither runs
         again. On leased slots every failed cell runs again, because drivers and links sometimes fail; beside other
-        cells each one whose ranks did not raise, because memory may have been scarce. One whose ranks lost the daemon
-        of MPS always does, and not alone. alone: while no other cell runs.
+        cells each one whose ranks did not raise, because memory may have been scarce: alone, which ends all idle
+        worker groups. One whose ranks raised, or lost the daemon of MPS, does not need that. alone: while no other
+        cell runs.
         """
         folder = self._config.folder(cell)
         records = folder / ("fresh" if fresh else "legs")
@@ -185,7 +186,8 @@ class CellRunner:
             return attempt, "beside others"
         if not used or cell.faults or not (failed or verdict.state == "differs"):
             return attempt, ""
-        return attempt, "alone" if self._where.is_packed and ended.failure else "beside others"
+        is_alone = self._where.is_packed and ended.failure and ended.kind != "raised"
+        return attempt, "alone" if is_alone else "beside others"
 
     def _is_controlled(self, cell: Cell) -> bool:
         """Whether the phases of a cell load once more as a control: in the first cell of its backends and handovers."""

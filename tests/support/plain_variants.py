@@ -194,6 +194,16 @@ class FullOnce(Plain):
         return super().setup(*arguments)
 
 
+class RaisesOnce(Plain):
+    """Raises an error of code in its first cell; ``KILLED`` remembers it, as above."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        if not Path(os.environ["KILLED"]).exists():
+            Path(os.environ["KILLED"]).touch()
+            raise RuntimeError("expected scalar type Double but found Float")
+        return super().setup(*arguments)
+
+
 class KilledAlways(Plain):
     """Is killed in every cell."""
 
