@@ -123,7 +123,7 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
         floor=plan.floor,
         selected=plan.digest,
         selection=text,
-        inputs=inputs,
+        inputs=earlier.inputs if earlier else inputs,
         earlier=earlier,
     )
     return plan.cells, cells, config

@@ -1,9 +1,11 @@
 """Continues an earlier run of the same cells that was stopped, or in which cells failed, in its output folder.
 
 A cell that runs again keeps its earlier state in its verdict (``Entry.before``), so that a failure that does not recur
-is still reported.
+is still reported. After the code of a user's backend changed, no verdict of its cells counts: a folder never holds
+verdicts about two versions of a backend, and is incomplete until the new one has run all cells.
 """
 
+import logging
 import os
 import re
 import stat
@@ -20,17 +22,25 @@ from conformance.matrix.plan import Plan
 from conformance.results.output_folders import Part, check_parts, read_part, rewrite_summary
 from conformance.results.run_results import SUMMARY, Entry, Run, read_summary, write_entry
 from conformance.results.trust import read_cells
-from conformance.results.verdict import ANSWERED, FAILED, STATES, State
+from conformance.results.verdict import ANSWERED, FAILED, State
 from conformance.runner.environment import environment
 from conformance.runner.oracle_jobs import recover
+
+logger = logging.getLogger(__name__)
+OTHER_CODE = "only earlier code of its backend ran; --resume runs it"  # the reason of a cell without a verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """Holds the earlier run and its cells. A verdict that cannot be trusted is a failure."""
+    """Holds the earlier run and its cells. A verdict that cannot be trusted is a failure.
+
+    outdated: the cells whose backend has other code now, with or without a verdict. inputs: what both runs read.
+    """
 
     run: Run
     entries: tuple[Entry, ...]
+    outdated: tuple[Cell, ...]
+    inputs: Mapping[str, str]
 
 
 def with_earlier_cells(selection: Selection, out: Path) -> Selection:
@@ -40,7 +50,7 @@ def with_earlier_cells(selection: Selection, out: Path) -> Selection:
 
 
 def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs: Mapping[str, str]) -> Earlier:
-    """Reads the run in ``out``. Raises UsageError unless it has the cells, device, versions and inputs of ``plan``.
+    """Reads the run in ``out``. Raises UsageError unless it has the cells, device, versions and files of ``plan``.
 
     selection, inputs: those of this run (conformance.results.run_results.Run).
     """
@@ -68,28 +78,36 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs:
     if earlier.run.floor.shards != plan.floor.shards:
         shards = ", ".join(earlier.run.floor.shards) or "all cells"
         raise UsageError(f"{out} has {shards}; resume it with the same --shard: {command}")
-    _check_inputs(earlier, plan, selection=selection, inputs=inputs)
+    changed = _changed_code(earlier, plan, selection=selection, inputs=inputs)
     rewrite_summary(out)  # a killed run has written verdicts that are missing in its summary
     run, cells = read_cells(out)
     for cell, stored in zip(cells, earlier.entries, strict=True):
         if cell.entry != stored:
             write_entry(out, cell.entry)
-    return Earlier(run=run, entries=tuple(cell.entry for cell in cells))
+    return Earlier(
+        run=run,
+        entries=tuple(cell.entry for cell in cells),
+        outdated=tuple(cell for cell in plan.cells if any(CODE + one.backend.name in changed for one in cell.phases)),
+        inputs={**earlier.run.inputs, **inputs},
+    )
 
 
-def _check_inputs(earlier: Part, plan: Plan, *, selection: str, inputs: Mapping[str, str]) -> None:
-    """Raises UsageError if models, data, profiles, scenarios or the code of backends have changed since the ``earlier``
-    run. The code of a backend that could not be imported in one of the runs is not compared."""
+def _changed_code(earlier: Part, plan: Plan, *, selection: str, inputs: Mapping[str, str]) -> set[str]:
+    """Returns the backends, by ``CODE`` and their names, whose code has changed since the ``earlier`` run. The code of
+    a backend that could not be imported in one of the runs is not compared.
+
+    Raises UsageError if models, data, profiles or scenarios have changed."""
     advice = "its verdicts are not about what is there now; restore what it read, or give a new --out for all cells"
     before = earlier.run.inputs
     if not before:
         raise UsageError(f"{earlier.name} does not say what it read: an older version wrote it; give a new --out")
-    names = {name for name in {*before, *inputs} if not name.startswith(CODE) or (name in before and name in inputs)}
-    if changed := sorted(name for name in names if before.get(name) != inputs.get(name)):
+    names = {name for name in {*before, *inputs} if before.get(name) != inputs.get(name)}
+    if changed := sorted(name for name in names if not name.startswith(CODE)):
         raise UsageError(f"{first_few(changed, most=4)} changed since the run in {earlier.name}: {advice}")
     if earlier.run.selected != plan.digest:
         files = " or ".join(word for word in selection.split() if word.endswith(".toml")) or "a profile or scenario"
         raise UsageError(f"{files} changed since the run in {earlier.name}, which had other cells: {advice}")
+    return {name for name in names if name in before and name in inputs}
 
 
 def _refuse_links(out: Path) -> None:
@@ -116,15 +134,21 @@ def _option_changes(then: str, now: str) -> str:
 
 
 def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again) -> list[Cell]:
-    """Returns the cells to run: those without a verdict; with ``--rerun failed``, those that failed.
+    """Returns the cells to run: those without a verdict on the present code, or those that failed.
 
     There may be none if a run was stopped after its last cell. Raises UsageError if no cell failed.
     """
     states = {entry.cell: entry.verdict.state for entry in earlier.entries}
-    wanted = FAILED if again.rerun else [state for state in STATES if state not in ANSWERED]
-    left = [cell for cell in cells if states.get(str(cell), "not_run") in wanted]
+    unanswered = {str(cell) for cell in cells if states.get(str(cell), "not_run") not in ANSWERED}
+    failed = {str(cell) for cell in cells if states.get(str(cell)) in FAILED}
+    outdated = {str(cell) for cell in earlier.outdated}
+    wanted = failed if again.rerun else unanswered | outdated
+    left = [cell for cell in cells if str(cell) in wanted]
     if again.rerun and not left:
         raise UsageError(f"no cell of {again.resume} failed; parity report {again.resume} shows all")
+    if outdated:
+        later = f"; {len(outdated - wanted)} of them wait for --resume without --rerun" if outdated - wanted else ""
+        logger.warning("the code of a backend changed, so its %d cells lose their verdicts%s", len(outdated), later)
     return left
 
 

@@ -8,7 +8,7 @@ that an interrupted session shows the cells that did not run.
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,10 @@ from conformance.runner.placement import SessionConfig
 
 
 class ResultWriter:
-    """Writes entries and summaries. The cells of an earlier run keep their verdicts until they have new ones."""
+    """Writes entries and summaries.
+
+    The cells of an earlier run keep their verdicts until they have new ones, unless their backend has other code.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,9 @@ class ResultWriter:
         self._leased, self._gpu_active, self._mps = leased, gpu_active, mps
         self.environment = {**(config.earlier.run.environment if config.earlier else {}), **environment}
         earlier = config.earlier.entries if config.earlier else ()
-        self.earlier: Mapping[str, Entry] = {entry.cell: entry for entry in earlier}
+        self.outdated: Sequence[Cell] = config.earlier.outdated if config.earlier else ()
+        outdated = {str(cell) for cell in self.outdated}
+        self.earlier: Mapping[str, Entry] = {entry.cell: entry for entry in earlier if entry.cell not in outdated}
         self._summaries: dict[str, CellSummary] = {entry.cell: cell_summary(entry) for entry in earlier}
         self._started, self._clock = datetime.now(UTC), time.monotonic()
         self._summary_due = 0.0

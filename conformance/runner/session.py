@@ -28,6 +28,7 @@ from conformance.oracle.role_model import decoder_of
 from conformance.results.bisection import Bisected
 from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
 from conformance.runner.attempt import CellRunner, Expectations, JudgedCell, expected_of_none
+from conformance.runner.earlier_run import OTHER_CODE
 from conformance.runner.environment import environment
 from conformance.runner.judges import Judges
 from conformance.runner.oracle_jobs import Oracles
@@ -210,14 +211,16 @@ class Session:
     def announce(self, cells: Sequence[Cell]) -> None:
         """Writes every cell to the output folder as not run, so that none is missing if the session is interrupted.
 
-        The cells of an earlier run keep their verdicts until they have new ones.
+        The cells of an earlier run keep their verdicts until they have new ones, unless their backend has other code.
         """
         self.results.environment |= versions_of(
             list(dict.fromkeys(phase.backend for cell in cells for phase in cell.phases))
         )
-        for cell in cells:
+        to_run = set(map(str, cells))
+        for cell in dict.fromkeys((*cells, *self.results.outdated)):
             if str(cell) not in self.results.earlier:
-                announced = JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED))
+                reason = NOT_STARTED if str(cell) in to_run else OTHER_CODE
+                announced = JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=reason))
                 self.results.store(announced, expected=expected_of_none(cell))
         self.results.write_summary(finished=False)
 

@@ -28,6 +28,7 @@ from conformance.core.host import FIXTURES
 from conformance.core.io import is_unused, locked, owned
 from conformance.results.run_results import read_run
 from conformance.results.verdict import NOT_STARTED
+from conformance.runner.earlier_run import OTHER_CODE
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from reports.markdown import write_markdown
@@ -245,35 +246,50 @@ def test_a_run_that_read_other_files_is_not_continued(
 
 
 OWN = """
-from own_numbers import ADVICE
+from own_numbers import WRONG
 from plain_backend import Plain
-from conformance.backends.protocol import Unsupported
 
 class Own(Plain):
     @classmethod
     def supports(cls, scenario, layout):
-        return Unsupported(ADVICE)
+        if str(layout) in WRONG:
+            raise ConnectionError("the machine is away")
+        return super().supports(scenario, layout)
 """
 
 
-@pytest.mark.parametrize("name", ["own_backend.py", "own_numbers.py"])
-def test_a_run_of_other_code_of_a_backend_is_not_continued(
-    name: str, chosen: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_after_a_mend_no_verdict_of_the_code_before_counts(
+    chosen: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "own_backend.py").write_text(OWN)
-    (tmp_path / "own_numbers.py").write_text("ADVICE = 'it trains nothing yet; use plain'")
+    """Failed cells run first, with the new code; the run is incomplete until it has run the other ones, too."""
     monkeypatch.syspath_prepend(tmp_path)
-    options = ["run", "--backend", "own_backend:Own", *chosen[2:]]
-    answers: list[tuple[int, str]] = []
-    for changed in (False, False, True):
+    out, first, second = tmp_path / "out", FIRST.replace("flaky", "own"), SECOND.replace("flaky", "own")
+
+    def run(*options: str, code: str = OWN, wrong: str = "dp1") -> tuple[int, str]:
         monkeypatch.setattr(registry, "_there", {})
-        if changed:
-            with (tmp_path / name).open("a") as file:
-                file.write("\nADVICE = 'use dp1'\n")
-        where = ["--resume" if answers else "--out", str(tmp_path / "out")]
-        answers.append((cli.main([*options, *where]), capsys.readouterr().err))
-    assert [status for status, _ in answers] == [3, 3, 2], answers
-    assert "code of own changed since the run in" in answers[2][1]
+        (tmp_path / "own_backend.py").write_text(code)
+        (tmp_path / "own_numbers.py").write_text(f"WRONG = {wrong!r}\n")  # a module beside it
+        return cli.main(["run", "--backend", "own_backend:Own", *chosen[2:], *options]), capsys.readouterr().err
+
+    assert run("--out", str(out))[0] == 3
+    assert states(out) == {first: "infrastructure", second: "conforms"}
+    assert run("--resume", str(out), "--rerun", "failed", code="import nothing_of_this_name")[0] == 3
+    assert states(out) == {first: "infrastructure", second: "conforms"}
+    status, said = run("--resume", str(out), "--rerun", "failed", wrong="")
+    assert (status, "running 1 cells" in said) == (3, True), said
+    assert "its 2 cells lose their verdicts; 1 of them wait for --resume without --rerun" in caplog.text
+    assert states(out) == {first: "conforms", second: "not_run"}
+    assert read_run(out)[1][1].verdict.reason == OTHER_CODE
+    status, said = run("--resume", str(out), wrong="")
+    assert (status, "running 1 cells" in said) == (0, True), said
+    assert states(out) == {first: "conforms", second: "conforms"}
+    assert [entry.before for entry in read_run(out)[1]] == [(), ()]  # another code's failure is not a flaky cell
+    status, said = run("--resume", str(out), code=f"{OWN}\nWRONG = ()\n", wrong="")
+    assert (status, "running 2 cells" in said) == (0, True), said
 
 
 def test_a_run_that_does_not_say_what_it_read_is_not_continued(
