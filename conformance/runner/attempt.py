@@ -151,7 +151,7 @@ class CellRunner:
                 return Attempt(fresh=fresh, verdict=_failed(missing), completed=False), ""
         self._activities.phase("waiting for the oracle's choices of experts")
         inputs = self._oracles.replayed(cell, inputs)
-        self._activities.phase("starting fresh ranks" if fresh else "starting ranks")
+        self._activities.phase("running fresh ranks" if fresh else "running ranks")
         ended = run_phases(
             self._where.pool,
             cell,
