@@ -29,6 +29,7 @@ from reports.wording import plural
 CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
 FAR = 10.0  # times nearer: then it says so by itself, whatever the first steps are
 SEVERAL = 5  # steps at which a metric leaves SAME, unless the counter is shifted
+WIDEST = 128  # lines of a running mean
 SAME = 0.05  # relative difference of a metric at the same step of two honest runs
 
 
@@ -148,20 +149,27 @@ def _last(run: Run) -> float:
 
 
 def _without_steps(runs: Sequence[Run]) -> str:
-    """Says why a log whose lines were counted, for it names no steps, is not aligned with logs that name steps.
+    """Says why a log whose lines were counted, for it names no steps, is not aligned with the other logs.
 
-    Its lines are steps only if the other logs have as many, one after another.
+    Its lines are steps only if a log that names steps has as many, one after another. Of two logs without steps one
+    may be longer, if they begin alike.
     """
-    named = [(run, *_density(run)) for run in runs if COUNTED not in run.notes]
-    for run in runs if len(named) < len(runs) else []:
-        lines, _ = _density(run)
-        for other, steps, stride in named if COUNTED in run.notes else []:
-            if steps != lines or stride != 1:
-                return (
-                    f"{run.name} names no steps, and nothing tells which of the {plural(steps, 'step')} of {other.name}"
-                    f" ({_first(other):.0f} to {_last(other):.0f}) its {plural(lines, 'line')} are; give a log that"
-                    " names steps, such as the Trainer's trainer_state.json"
-                )
+    counted = [run for run in runs if COUNTED in run.notes]
+    for run, other in ((run, other) for run in counted for other in runs if other is not run):
+        (lines, _), (steps, stride) = _density(run), _density(other)
+        if lines == steps and stride == 1:
+            continue
+        where = f"{plural(steps, 'step')} of {other.name} ({_first(other):.0f} to {_last(other):.0f})"
+        if other in counted:
+            shared = [name for name in run.curves if name in other.curves and not is_rate(name)]
+            if any(_same(run.curves[name], other.curves[name], 0.0)[:SEVERAL].all() for name in shared):
+                continue
+            where = f"{plural(steps, 'line')} of {other.name}, which names none either,"
+        return (
+            f"{run.name} names no steps, and nothing tells which of the {where} its {plural(lines, 'line')} are; give a"
+            " log that names steps, such as the Trainer's trainer_state.json, or say that each line is a step:"
+            f" {run.name}@0"
+        )
     return ""
 
 
@@ -296,3 +304,26 @@ def _means(curve: Curve, ends: Floats) -> Curve:
         if (inside := (curve.steps > start) & (curve.steps <= end)).any() and end <= curve.steps[-1]
     ]
     return Curve(np.array([end for end, _ in found]), np.array([value for _, value in found]))
+
+
+def averages(a: Floats, b: Floats) -> str:
+    """Says of which numbers of one side those of the other are means, as progress bars show; empty if of none.
+
+    The means have to agree at all positions [T], FAR better than the numbers do, and to scatter less than these: of a
+    smooth curve that lags means agree as well.
+    """
+    for mean, values, who, whose in ((b, a, "B", "A"), (a, b, "A", "B")):
+        sums = np.cumsum(np.concatenate([[0.0], values]))
+        found = {0: sums[1:] / np.arange(1, len(sums))}
+        found |= {
+            width: (sums[width:] - sums[:-width]) / width for width in range(2, min(len(values) // 2, WIDEST) + 1)
+        }
+        for width, means in found.items():
+            own, other = mean[-len(means) :], values[-len(means) :]
+            if len(means) < 2 * SEVERAL or not (np.abs(own - means) <= SAME * np.abs(means)).all():
+                continue
+            smoother = np.diff(own, 2).std() < 0.75 * np.diff(other, 2).std()
+            if smoother and FAR * np.median(np.abs(own - means)) < np.median(np.abs(own - other)):
+                of = f"over the last {width}" if width else "so far"
+                return f"the numbers of side {who} are means of side {whose}'s {of}; log that of each step in both"
+    return ""

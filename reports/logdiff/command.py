@@ -23,6 +23,7 @@ RECORD = "record.jsonl"  # in a folder that parity.record wrote
 HELP_OF_LOGS = (
     "two or more logs or records, each held against the first; of a log with several runs LOG#RUN, or the log alone for"
     " all its runs; panels of the same runs, one for each metric, together; files of one run as A+B;"
+    " a run that was resumed after step 30 with a new counter as LOG@30;"
     " wandb:ENTITY/PROJECT/RUN where wandb is installed"
 )
 HELP_OF_SIDE = "logs of one side, differing by their seeds; give it twice or more, instead of LOG"

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from conformance.core.errors import UsageError, did_you_mean
-from reports.logdiff.alignment import Aligned, Alignment, align, listed
+from reports.logdiff.alignment import Aligned, Alignment, align, averages, listed
 from reports.logdiff.likely_causes import Evidence, LikelyCause, likely_causes
 from reports.logdiff.metrics import (
     METRICS,
     is_loss,
     is_of_rank,
+    is_rate,
     is_ratio,
     of_any_size,
 )
@@ -186,7 +187,7 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first_outside(one, judged)))
     found: tuple[LikelyCause, ...] = ()
     if any(one.first for one in metrics):
-        found = likely_causes(_evidence(metrics, (*a.runs, *b.runs), by=by, seeds=spread))
+        found = likely_causes(_evidence(metrics, (a.runs, b.runs), by=by, seeds=spread))
     return Comparison(
         sides=(a, b),
         alignment=alignment,
@@ -213,8 +214,11 @@ def _first_outside(aligned: Aligned, judged: Judged) -> Parting | None:
     )
 
 
-def _evidence(metrics: Sequence[Compared], runs: Sequence[Run], *, by: str, seeds: bool) -> Evidence:
+def _evidence(
+    metrics: Sequence[Compared], sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, seeds: bool
+) -> Evidence:
     """Collect the evidence for likely causes: the means of both sides, where both are finite."""
+    runs = [*sides[0], *sides[1]]
     curves: dict[str, tuple[Floats, Floats, Floats]] = {}
     firsts: dict[str, int] = {}
     for one in metrics:
@@ -226,11 +230,37 @@ def _evidence(metrics: Sequence[Compared], runs: Sequence[Run], *, by: str, seed
         curves=curves,
         firsts=firsts,
         broken=_broken(metrics),
+        averaged={} if seeds else _averaged(curves, [name for name in firsts if not is_rate(name)], runs),
         numbers=_numbers(runs),
         resumed=_resumed(runs),
         by=by,
         seeds=seeds,
     )
+
+
+def _averaged(
+    curves: Mapping[str, tuple[Floats, Floats, Floats]], differing: Sequence[str], runs: Sequence[Run]
+) -> dict[str, tuple[str, bool]]:
+    """Says of which metrics one log has means, and whether the numbers show it.
+
+    They only permit it if the format says so of one log, and the other's numbers scatter without a drift about the
+    middle of two means, as those of the step between do.
+    """
+    found: dict[str, tuple[str, bool]] = {}
+    for name in differing:
+        if text := averages(*curves[name][1:]):
+            found[name] = text, True
+            continue
+        (mean, means), (one, values) = sorted(
+            zip(runs, curves[name][1:], strict=True), key=lambda side: name not in side[0].averaged
+        )
+        strides = {run.curves[name].stride for run in runs}
+        about = values[:-1] - (means[:-1] + means[1:]) / 2
+        is_centred = len(about) > 2 and abs(about.mean()) < 3 * about.std() / np.sqrt(len(about))
+        if name in mean.averaged and name not in one.averaged and len(strides) == 1 and max(strides) > 1 and is_centred:
+            text = f"the numbers of {mean.name} are means over {max(strides):.0f} steps, those of {one.name} may be of"
+            found[name] = f"{text} single steps; log every step in one of both, whose means are then compared", False
+    return found
 
 
 def _broken(metrics: Sequence[Compared]) -> tuple[tuple[str, str, float, bool], ...]:

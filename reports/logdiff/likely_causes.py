@@ -175,6 +175,7 @@ class Evidence:
     """The positions [T] and both sides' means [T] of each metric; ``firsts``: the index at which a metric differs.
 
     ``broken``: metric, side, first position of values that are not finite on that side alone, and whether they stay so.
+    ``averaged``: metrics of which one log has means, with a sentence, and whether the numbers show it.
     ``numbers`` are counts of ranks and micro-batches in the logs' headers, ``resumed`` steps at which a log begins
     again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own.
     """
@@ -182,6 +183,7 @@ class Evidence:
     curves: Mapping[str, tuple[Floats, Floats, Floats]]
     firsts: Mapping[str, int]
     broken: tuple[tuple[str, str, float, bool], ...]
+    averaged: Mapping[str, tuple[str, bool]]
     numbers: Mapping[int, list[str]]
     resumed: Mapping[int, str]
     by: str
@@ -222,6 +224,13 @@ def _not_finite(evidence: Evidence) -> Iterator[LikelyCause]:
             " overflow, a division by zero, or a learning rate that is too high; look at the step before",
             weight=0.9,
         )
+
+
+def _averaged(evidence: Evidence) -> Iterator[LikelyCause]:
+    """Name the metrics of which one log has means."""
+    for metric, (text, is_shown) in evidence.averaged.items():
+        name, weight = ("averaged", 0.85) if is_shown else ("perhaps averaged", 0.6)
+        yield LikelyCause(name=name, text=f"{metric}: {text}", weight=weight)
 
 
 def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
@@ -388,5 +397,12 @@ def _detrended(values: Floats) -> Floats:
     return values - np.convolve(padded, np.ones(width) / width, mode="valid")
 
 
-GUESSES: tuple[Callable[[Evidence], Iterator[LikelyCause]], ...] = (_not_finite, _factors, _jump, _data_order, _growing)
-CONSEQUENCES = ("growing", "rounding")  # of any other cause: reported only where no other cause was found
+GUESSES: tuple[Callable[[Evidence], Iterator[LikelyCause]], ...] = (
+    _not_finite,
+    _averaged,
+    _factors,
+    _jump,
+    _data_order,
+    _growing,
+)
+CONSEQUENCES = ("growing", "rounding", "perhaps averaged")  # reported only where no other cause was found

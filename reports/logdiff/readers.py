@@ -27,7 +27,7 @@ from conformance.core.io import Unreadable, read_file
 from reports.logdiff.event_files import EVENT_FILES, is_event_file, read_events
 from reports.logdiff.lines import FORMATS, format_of, lines_of, read_lines
 from reports.logdiff.metrics import STEP, canonical, is_known, plain_name
-from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Log, Row, flat, number_in, numbered, row_of
+from reports.logdiff.rows import COUNTED, LARGEST_STEP, NO_STEP, Log, Row, flat, number_in, numbered, row_of
 
 BETWEEN = " - "
 METRIC_FILE = re.compile(r"\d{10,16} \S{1,40} \d{1,15}\Z")  # of MLflow: time, value, step
@@ -239,6 +239,8 @@ LONGEST, LONGEST_HEADER = 2**30, 2**16  # bytes of a log, and of a table's first
 def read_log(name: str, *, whole: bool = False) -> Log:
     """The log that the argument ``name`` names: a file, a folder of event files, ``panel.csv#RUN``, or a run of wandb.
 
+    ``log.jsonl@30``, or ``log.jsonl#2@30``, is a resumed run whose counter began again after step 30. ``log.jsonl@0``
+    says that the lines of a log without steps are steps.
     ``whole``: also of a log that begins again, which is refused otherwise if ``name`` names none of its runs.
 
     Raises UsageError, with what was looked for and the first line, if no reader knows it.
@@ -246,6 +248,13 @@ def read_log(name: str, *, whole: bool = False) -> Log:
     if name.startswith(WANDB):
         return read_wandb(name.removeprefix(WANDB))
     path, chosen = Path(name), None
+    log, _, later = name.rpartition("@")
+    if (
+        later.isdecimal()
+        and not path.exists()
+        and any(Path(one).exists() for one in (log, log.rpartition("#")[0]) if one)
+    ):
+        return _continued(read_log(log, whole=whole), int(later))
     before, mark, run = name.rpartition("#")
     if not path.exists() and "+" in name and not (mark and Path(before).exists()):
         return _joined([read_log(part) for part in name.split("+")])
@@ -266,6 +275,12 @@ def read_log(name: str, *, whole: bool = False) -> Log:
     wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))  # as PowerShell writes what it redirects
     text = data.decode("utf-16" if wide else "utf-8", errors="replace")
     return read_text(text, name=str(path), chosen=chosen, whole=whole)
+
+
+def _continued(log: Log, steps: int) -> Log:
+    """The log of a run that was resumed after so many ``steps``, from which its counter began again."""
+    rows = [replace(row, step=row.step + steps) for row in log.rows if row.step is not None]
+    return replace(log, rows=rows, notes=tuple(note for note in log.notes if note != COUNTED))
 
 
 def _joined(logs: Sequence[Log]) -> Log:
@@ -328,7 +343,8 @@ def _chosen(log: Log, *, name: str, chosen: str | None) -> Log:
         names = " or ".join(f"{name}#{number}" for number in range(1, len(parts) + 1))
         raise UsageError(
             f"{name} begins again at its first step {parts[1][0].step}: it holds {len(parts)} runs; name one: {names}."
-            " Of a resumed run, the steps have to go on where the resume began"
+            f" A resumed run whose counter began again after step {parts[0][-1].step} is"
+            f" {name}#2@{parts[0][-1].step}"
         )
     if chosen is None:
         return log

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from conformance.core.errors import UsageError
-from reports.logdiff.alignment import Alignment, align
+from reports.logdiff.alignment import Alignment, align, averages
 from reports.logdiff.rows import Log, Row
 from reports.logdiff.run import Run, run_of
 
@@ -170,6 +170,29 @@ def test_a_log_of_means_over_ten_steps_is_compared_with_the_others_means() -> No
     assert list(found.metrics[0].positions) == list(range(10, 91, 10))  # the last ten steps are not complete
     assert found.metrics[0].sides[0] == pytest.approx(found.metrics[0].sides[1])
     assert "averaged over the steps between" in found.notes[0]
+
+
+NOISY = np.array([2 + LOSSES[step] for step in range(1, 101)])
+TRAILING = np.concatenate([NOISY[:4], np.convolve(NOISY, np.ones(5) / 5, mode="valid")])
+LAGGING = np.exp(-np.arange(101) / 30) + 2
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "text"),
+    [
+        (NOISY, np.cumsum(NOISY) / np.arange(1, 101), "of side B are means of side A's so far"),
+        (TRAILING * 1.001, NOISY, "of side A are means of side B's over the last 5"),
+        (NOISY, NOISY, ""),
+        (NOISY, np.concatenate([NOISY[:1], NOISY[:-1]]), ""),  # the log of the step before
+        (LAGGING[1:], LAGGING[:-1], ""),  # where a mean over three is near the middle one
+        (NOISY, 1.2 * np.cumsum(NOISY) / np.arange(1, 101), ""),
+    ],
+)
+def test_running_means_are_told_apart_from_lags(
+    a: np.ndarray[tuple[int], np.dtype[np.float64]], b: np.ndarray[tuple[int], np.dtype[np.float64]], text: str
+) -> None:
+    assert text in averages(a, b)
+    assert bool(text) == bool(averages(a, b))
 
 
 def test_by_tokens_other_batch_sizes_are_compared_after_the_same_data() -> None:

@@ -217,6 +217,44 @@ def test_line_numbers_are_steps_only_beside_as_many_steps(
         assert (f"hf.log names no steps, and nothing tells which of {which}" in told) == bool(code)
 
 
+@pytest.mark.parametrize(
+    ("lines", "suffix", "code"), [(range(40), "", 0), (range(9, 60, 10), "", 3), (range(9, 60, 10), "@0", 1)]
+)
+def test_of_two_logs_without_steps_one_may_be_longer_if_both_begin_alike(
+    lines: range, suffix: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, chosen in (("whole.jsonl", range(60)), ("part.jsonl", lines)):
+        (tmp_path / name).write_text("".join(f'{{"loss": {2 + math.exp(-n / 20)}, "lr": 0.1}}\n' for n in chosen))
+    assert diff(f"{tmp_path}/whole.jsonl{suffix}", f"{tmp_path}/part.jsonl{suffix}") == code
+    told = capsys.readouterr().out
+    refusal = (
+        "whole.jsonl names no steps, and nothing tells which of the 6 lines of part.jsonl, which names none either,"
+        " its 60 lines are; give a log that names steps, such as the Trainer's trainer_state.json, or say that each"
+        " line is a step: whole.jsonl@0."
+    )
+    assert (refusal in told) == (code == 3)
+
+
+def test_means_beside_numbers_of_single_steps_are_a_likely_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = [2 + math.exp(-n / 20) + 0.4 * math.sin(7.0 * n) for n in range(1, 121)]
+    megatron, sparse, drifting = tmp_path / "meg.log", tmp_path / "sparse.jsonl", tmp_path / "drifting.jsonl"
+    means = {n: sum(losses[n - 10 : n]) / 10 for n in range(10, 121, 10)}
+    megatron.write_text(
+        "".join(f"iteration {n:8}/ 120 | consumed samples: {n} | lm loss: {mean:.6E} |\n" for n, mean in means.items())
+    )
+    for file, factor in ((sparse, 0.0), (drifting, 0.004)):
+        rows = (f'{{"step": {n}, "loss": {losses[n - 1] * (1 + factor * n)}}}\n' for n in range(10, 121, 10))
+        file.write_text("".join(rows))
+    may_be = "meg.log are means over 10 steps, those of sparse.jsonl may be of single steps"
+    for logs in ((megatron, sparse), (sparse, megatron)):
+        assert diff(*logs) == 1
+        assert may_be in capsys.readouterr().out
+    assert diff(megatron, drifting) == 1
+    assert "single steps" not in capsys.readouterr().out
+
+
 def test_a_value_that_is_not_finite_on_one_side_parts_the_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,10 +88,32 @@ def test_a_log_that_begins_again_holds_runs(tmp_path: Path) -> None:
     log.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert points(run_of(read_log(f"{log}#2"), name="2")) == {step: 2 / step for step in range(1, 9)}
     assert compare_sides([[str(log)]]).differs
-    with pytest.raises(UsageError, match=r"begins again at its first step 1: .* name one: .*log.jsonl#1 or .*l#2\. Of"):
+    with pytest.raises(UsageError, match=r"begins again at its first step 1: .* name one: .*log.jsonl#1 or .*l#2\. A"):
         compare_sides([[f"{log}#1"], [str(log)]])
     with pytest.raises(UsageError, match="holds 2 runs and none called '3'"):
         read_log(f"{log}#3")
+
+
+def test_a_resumed_run_whose_counter_began_again_is_put_on_its_steps(tmp_path: Path) -> None:
+    resumed, whole, norms = (tmp_path / name for name in ("resumed.jsonl", "whole.jsonl", "norms.jsonl"))
+    rows = [{"step": step, "loss": 5 / step} for step in range(1, 31)]
+    whole.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    again = [*rows[:12], *({**row, "step": row["step"] - 12} for row in rows[12:])]
+    resumed.write_text("\n".join(map(json.dumps, again)), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"A resumed run whose counter began again after step 12 is .*d.jsonl#2@12"):
+        read_log(str(resumed))
+    assert points(run_of(read_log(f"{resumed}#2@12"), name="2")) == {step: 5 / step for step in range(13, 31)}
+    assert compare_sides([[str(whole)], [f"{resumed}#2"]]).differs
+    found = compare_sides([[str(whole)], [f"{resumed}#2@12"]])
+    assert found.comparable
+    assert not found.differs
+    norms.write_text('{"step": 1, "grad_norm": 0.5}', encoding="utf-8")
+    run = run_of(read_log(f"{norms}@29+{norms}@7+{whole}"), name="joined")  # each file has its own
+    assert points(run, "grad_norm") == {8: 0.5, 30: 0.5}
+    (tmp_path / "log@7").write_text(whole.read_text(encoding="utf-8"), encoding="utf-8")
+    assert points(run_of(read_log(str(tmp_path / "log@7")), name="a file")) == {
+        row["step"]: row["loss"] for row in rows
+    }
 
 
 def test_panels_of_one_pair_are_one_comparison(tmp_path: Path) -> None:
