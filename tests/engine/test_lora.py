@@ -172,7 +172,9 @@ def test_exact(session: Session, backend: str, name: str, model: str, layout: st
     moved = {
         key.removeprefix("weight/") for key, tensor in last.items() if key in loaded and _moved(tensor, loaded[key])
     }
-    assert moved == {key.removeprefix("gradient/") for key in last if key.startswith("gradient/")}
+    # Ranks draw a step of which no gradient is read, and it may be the last one.
+    shown = {key for step in record.steps for key in step.tensors() if key.startswith("gradient/")}
+    assert moved == {key.removeprefix("gradient/") for key in shown}
     assert all(map(is_adapter, moved))
 
 
