@@ -33,7 +33,7 @@ from conformance.judge.step_evidence import (
     shards_of,
 )
 from conformance.judge.tolerance import Measurement
-from conformance.judge.work_evidence import mask_claims, not_proven, other_weights, work_claims
+from conformance.judge.work_evidence import mask_claims, not_proven, other_weights, remainder_claim, work_claims
 from conformance.numerics.sketch import whole_shapes
 from conformance.records.step_tensors import Record
 from conformance.results.trust import second_class
@@ -253,6 +253,8 @@ def _work(layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage
     yield from work_claims(layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)
     if "dropout" in layout.options:
         yield from mask_claims(layout, step)
+    if "remainders" in layout.options:
+        yield remainder_claim(step, sizes.gradients)
     yield from exchange_claims(
         layout,
         step,

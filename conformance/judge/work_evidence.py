@@ -28,6 +28,7 @@ from conformance.numerics.sketch import is_projected
 from conformance.records.record_format import number
 from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
+from conformance.spec.precision import BF16
 from conformance.spec.scenario import Scenario
 
 # Of the sum of magnitudes: a result in bf16 is 2^-9 off, and Hopper adds up with 2^-13 unless it is told not to.
@@ -67,6 +68,18 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         yield at_least("linear layers multiply all tokens, backward", sum(backward), least, unit)
         most = most_work(layout, step, scenario, linear, layers=layers, experts=experts)
         yield below("no rank multiplies more than its share", max(backward), most, unit)
+
+
+def remainder_claim(step: Step, trained: int) -> tuple[str, bool, str]:
+    """Returns the claim that updates have computed with masters that are parameters and remainders.
+
+    trained: elements of all trained parameters. TransformerEngine's kernel gets remainders as integers.
+    """
+    updates = [tuple(update) for rank in step.ranks for update in rank.get("updated", ())]
+    numbers = sum(count for *_, count in updates)
+    holds = step.skipped or (numbers >= trained and all(update[:2] == (BF16.name, "int16") for update in updates))
+    where = f"requested {trained} numbers of {BF16.name} with int16, observed {updates} on all ranks"
+    return "masters are parameters and their remainders", holds, where
 
 
 OPERANDS = ("input", "weight", "gradient")
@@ -232,16 +245,22 @@ def _shown_before(phase: Record, step: int, scenario: Scenario) -> dict[str, lis
     entry = entry or next((one for one in phase.steps if one.step == step - 1), None)
     if entry is None:
         return {}
-    found = {}
+    found, keeps_remainders = {}, "remainders" in phase.layout.options
     with entry.open() as file:
         names = {*file.keys()}
         for name in names:
             is_weight = name.partition("/")[0].rpartition(".")[2] == "weight"
             if is_weight and not is_projected(name, names) and not _SOMETIMES.search(name):
                 tensor = file.get_tensor(name)
-                casts = {one.dtype: one for one in (tensor, tensor.to(scenario.tier.compute.dtype))}
+                rounded = _away_from_zero(tensor) if keeps_remainders else tensor.to(scenario.tier.compute.dtype)
+                casts = {one.dtype: one for one in (tensor, rounded)}
                 found[name] = [sums_of(one.double()) for one in casts.values()]
     return found
+
+
+def _away_from_zero(masters: torch.Tensor) -> torch.Tensor:
+    """Rounds float32 to the nearest bf16 numbers, of two the one away from zero."""
+    return ((masters.float().view(torch.int32) + 2**15 >> 16) << 16).view(torch.float32).bfloat16()
 
 
 def sums_of(tensor: torch.Tensor) -> Sums:

@@ -141,6 +141,10 @@ OPTIONS: Mapping[str, Term] = {
         "layers of TransformerEngine (in half precision with its attention) instead of the backend's own",
         "Megatron transformer_impl transformer_engine",
     ),
+    "remainders": Term(
+        "a float32 master is kept as the bf16 parameter, which is its upper half, rounded, and its lower 16 bits",
+        "Megatron use_precision_aware_optimizer, store_param_remainders; TransformerEngine FusedAdam",
+    ),
     "fp8tensor": Term(
         "linear layers multiply in float8 (e4m3, gradients in e5m2), with one scale for each tensor of a rank's "
         "micro-batch",

@@ -65,6 +65,8 @@ BY_CALLER = (
 )
 HISTORIES = "transformer_engine.pytorch.fp8"  # the module of TransformerEngine's delayed scaling
 TRANSFORMER_ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
+FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam"
+_MASTERS = 4  # the list of masters, behind those of gradients, parameters and two moments, in an update of FusedAdam
 _BIAS, _GRADIENT = 3, 7  # arguments of ``generic_gemm`` behind the operands: a bias, and whether it is its gradient
 # Autograd functions of libraries' linear layers, which record no graph of the products inside of them: module, class.
 FUNCTIONS = (
@@ -137,6 +139,8 @@ class Watch(InPlaceOfLifting):
     casts: number of operands of TransformerEngine's products, by operand, what te_cast returns (with delayed scaling
         whether the scale is one that updates gave), and whether a forward product had the same numbers.
     delayed: see DelayedScales.
+    updated: number of elements that TransformerEngine's AdamW has updated, by the dtypes of parameters and of masters.
+        Remainders, which complete parameters to masters, are int16.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
         lists of each row. Lookups in other matrices, as of the tokens of an expert, are none.
     entered: for each of these lookups, what the first product of as many tokens got that followed it: for each token
@@ -178,6 +182,7 @@ class Watch(InPlaceOfLifting):
         self.boundaries = 0
         self.float8, self.float8_error = 0, 0.0
         self.delayed: DelayedScales | None = None
+        self.updated: Counter[tuple[str, str]] = Counter()
         self.casts: Counter[tuple[str, str, str, bool | None, bool, bool]] = Counter()
         self._forward_numbers: set[bytes] = set()  # digests of what TransformerEngine multiplied in forward passes
         self._scales = hashlib.sha256()
@@ -208,6 +213,9 @@ class Watch(InPlaceOfLifting):
                 self.delayed = DelayedScales(manager := histories.FP8GlobalStateManager)
                 noted = partial(self._scales_updated, manager.reduce_and_update_fp8_tensors)
                 all_.enter_context(mock.patch.object(manager, "reduce_and_update_fp8_tensors", noted))
+            if (update := sys.modules.get(FUSED_ADAM)) is not None:
+                noted = partial(self._fused_update, update.multi_tensor_applier)
+                all_.enter_context(mock.patch.object(update, "multi_tensor_applier", noted))
             for module, kind in FUNCTIONS:
                 if (function := getattr(sys.modules.get(module), kind, None)) is not None:
                     all_.enter_context(mock.patch.object(function, "apply", partial(self._of_function, function.apply)))
@@ -280,6 +288,13 @@ class Watch(InPlaceOfLifting):
             self.casts[operand, format, kind, powers, own, same] += 1
             if hasattr(x, "_scale_inv"):
                 self._scales.update(repr(float(x._scale_inv)).encode())
+
+    def _fused_update(self, own: Any, kernel: Any, flag: Any, lists: Any, *rest: Any) -> Any:
+        """Wraps the call of a kernel of TransformerEngine's AdamW."""
+        masters = lists[_MASTERS] if len(lists) > _MASTERS else lists[1]
+        for parameter, master in zip(lists[1], masters, strict=True):
+            self.updated[dtype_name(parameter.dtype), dtype_name(master.dtype)] += parameter.numel()
+        return own(kernel, flag, lists, *rest)
 
     def _scales_updated(self, own: Any, forward: bool = True) -> None:
         """Wraps TransformerEngine's update of histories and scales, which reduces magnitudes over ranks."""
@@ -507,6 +522,7 @@ class Watch(InPlaceOfLifting):
             "float8_scales": self._scales.hexdigest() if self.casts else "",
             **({"float8_scale_ratios": self.delayed.ratios} if self.delayed and self.delayed.ratios else {}),
             **({"float8_amaxes": self.delayed.amaxes} if self.delayed and self.delayed.amaxes else {}),
+            **({"updated": [[*key, count] for key, count in sorted(self.updated.items())]} if self.updated else {}),
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],

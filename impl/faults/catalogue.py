@@ -13,7 +13,7 @@ from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
-from impl.faults.rounding import ROUNDING_FAULTS
+from impl.faults.rounding import REMAINDER_FAULTS, ROUNDING_FAULTS
 from impl.faults.training_step import MEANS_FAULTS, STEP_FAULTS
 
 SEAMS: Mapping[str, str] = {
@@ -85,6 +85,10 @@ SEAMS: Mapping[str, str] = {
     "orthogonalize": "(matrix, coefficients, steps, eps) -> the matrix that Muon updates by",
     "set_muon": "(settings of megatron-core, optimizer, shape, shipped): sets Megatron's Muon",
     "gather_owned": "(gather): gathers the parameters that ranks of the layer-wise optimizer own and have updated",
+    "optimizer_settings": "(configuration, optimizer configuration) -> settings of megatron-core's optimizer",
+    "set_state": "(optimizer, parameter, name, state): sets a state of TransformerEngine's AdamW, such as remainders",
+    "update_parameters": "(TransformerEngine's AdamW, ...): makes an update",
+    "with_remainders": "(bf16 parameter, remainders) -> float32 masters",
     "stored_optimizer": "(groups, config, *, stochastic, replicas) -> optimizer of parameters without masters",
     "round_at_random": "(float32 tensor, which may be a DTensor) -> its stochastic rounding to bf16",
     "numbers_of": "(replicas or None, part of parameters, place) -> context in which their rounding draws numbers",
@@ -193,6 +197,7 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "Optimizer and accumulation precision": OPTIMIZER_FAULTS,
     "Muon of Megatron": MEGATRON_MUON_FAULTS,
     "Parameters in bf16 without masters": ROUNDING_FAULTS,
+    "Masters of bf16 parameters and remainders": REMAINDER_FAULTS,
     "Overflow in fp16": OVERFLOW_FAULTS,
     "Context parallelism": RING_FAULTS,
     "Model families": ARCHITECTURE_FAULTS,

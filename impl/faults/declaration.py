@@ -93,6 +93,7 @@ OFFLOADED = _where(
 CHOSEN_TOKENS = _where(lambda p: p.is_half, "half precision chooses other tokens among the likeliest of the teacher")
 BF16 = _where(lambda p: p.compute.name != "bfloat16", "the code in question runs in bf16 only")
 STOCHASTIC = _where(lambda p: not p.is_stochastic, "only bf16-stochastic rounds at random")
+REMAINDERS = _where(lambda p: p.name != "bf16", "remainders complete bf16 to float32 masters")
 STORED = _where(lambda p: p.stored is None, "only bf16-nearest and bf16-stochastic have no masters")
 FP16 = _where(lambda p: not p.is_loss_scaled, "only fp16 has a loss scale")
 _ROUNDED_BASE = _where(

@@ -1,7 +1,8 @@
-"""Plants faults in training without float32 masters: parameters in bf16 that are rounded at random after each update.
+"""Plants faults in training without whole float32 masters.
 
+Either parameters are in bf16 and are rounded at random after each update, or remainders complete them to float32.
 Single weights stay plausible, and a loss curve of a few steps is the same. Seams are torchao's rounding, which runs
-uncompiled on a CPU, and the context in which it draws numbers.
+uncompiled on a CPU, the context in which it draws numbers, and TransformerEngine's AdamW.
 """
 
 import math
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from conformance.backends.faults import FaultCells, Function
-from impl.faults.declaration import STOCHASTIC, STORED, Faults, sft
+from impl.faults.declaration import REMAINDERS, STOCHASTIC, STORED, Faults, resume, sft
 
 ROUNDING_FAULTS = Faults(blind=("loss",))
+REMAINDER_FAULTS = Faults(blind=("loss",))  # which need TransformerEngine and a GPU
 DRAW = torch.randint
+REMAINDER, IN_REMAINDERS = "master_param", "dp2.zero1.remainders"
 
 
 def _cells(layout: str = "dp2") -> FaultCells:
@@ -143,3 +146,69 @@ def _with_numbers(draw: Function, round_at_random: Function, x: Tensor) -> Tenso
     with mock.patch.object(torch, "randint", draw):
         found: Tensor = round_at_random(x)
     return found
+
+
+@REMAINDER_FAULTS.add(
+    summary="masters of a checkpoint are its bf16 parameters, without their remainders",
+    source="https://github.com/NVIDIA/Megatron-LM/issues/1359",
+    stage="weights",
+    cells=resume("checkpoint", megatron=IN_REMAINDERS, only=REMAINDERS),
+    needs="remainders, and a checkpoint",
+)
+def remainders_not_loaded(set_state: Function, own: Any, parameter: Any, name: str, state: Tensor) -> None:
+    set_state(own, parameter, name, torch.zeros_like(state) if _is_loaded(own, name) else state)
+
+
+@REMAINDER_FAULTS.add(
+    summary="a rank takes the remainders of a checkpoint from another stretch of the parameter than its own",
+    source="docs/findings/megatron-checkpoint-buckets.md",
+    stage="weights",
+    cells=resume("checkpoint", megatron=IN_REMAINDERS, only=REMAINDERS),
+    needs="remainders, and a checkpoint",
+)
+def remainders_of_another_stretch(set_state: Function, own: Any, parameter: Any, name: str, state: Tensor) -> None:
+    set_state(own, parameter, name, state.roll(1) if _is_loaded(own, name) else state)
+
+
+def _is_loaded(optimizer: Any, name: str) -> bool:
+    """Tells whether the state ``name`` is a checkpoint's masters: an optimizer that has made no update counts none."""
+    return name == REMAINDER and any("step" in group for group in optimizer.param_groups)
+
+
+@REMAINDER_FAULTS.add(
+    summary="an update begins with the bf16 parameters, and what the last one left in remainders is lost",
+    source="https://github.com/flagos-ai/TransformerEngine-FL/pull/34, whose remainders were nearly all zero",
+    stage="clipped update",
+    cells=sft("sft-packed", "llama", megatron=IN_REMAINDERS, only=REMAINDERS),
+    needs="remainders",
+)
+def remainders_zeroed(update_parameters: Function, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+    for state in optimizer.state.values():
+        state[REMAINDER].zero_()
+    return update_parameters(optimizer, *arguments, **options)
+
+
+@REMAINDER_FAULTS.add(
+    summary="masters are put together without undoing the rounding of parameters, which is half of them",
+    source="https://github.com/NVIDIA/apex/issues/1842",
+    stage="weights",
+    cells=sft("sft-packed", "llama", megatron=IN_REMAINDERS, only=REMAINDERS),
+    needs="remainders",
+)
+def rounding_not_undone(with_remainders: Function, parameter: Tensor, remainders: Tensor) -> Tensor:
+    masters: Tensor = with_remainders(parameter, remainders)
+    bits = masters.view(torch.int32) + ((remainders < 0).int() << 16)
+    return bits.view(torch.float32)
+
+
+@REMAINDER_FAULTS.add(
+    summary="moments are kept in bf16, because gradients and parameters are",
+    source="https://github.com/verl-project/verl/pull/6526, which does so on purpose",
+    stage="weights after N steps",
+    cells=sft("sft-packed", "llama", megatron=IN_REMAINDERS, only=REMAINDERS),
+    needs="remainders, and two updates",
+)
+def moments_like_parameters(optimizer_settings: Function, *arguments: Any) -> Any:
+    settings = optimizer_settings(*arguments)
+    settings.exp_avg_dtype = settings.exp_avg_sq_dtype = torch.bfloat16
+    return settings

@@ -1,8 +1,8 @@
 """Declares Megatron as a backend of the suite: supported cells, known defects and patch points for faults.
 
 megatron-core looks for TransformerEngine once, when it is imported, and uses its optimizers, norms and layers. The
-layout option ``te`` needs the layers and their attention; other layouts need none of it (impl.megatron.context).
-So a process runs either layouts with ``te`` or layouts without.
+layout option ``te`` needs the layers and their attention, ``remainders`` needs the optimizers; other layouts need none
+of it (impl.megatron.context). So a process runs layouts of one of these kinds.
 
 Cells with the layout option ``shipped`` keep the known defects of megatron-core.
 """
@@ -10,6 +10,7 @@ Cells with the layout option ``shipped`` keep the known defects of megatron-core
 import os
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
@@ -57,7 +58,13 @@ if TYPE_CHECKING:
 VERSIONS = ("0.16", "0.17", "0.18", "0.19")  # of megatron-core; impl.megatron.releases holds their differences
 TRANSFORMER_ENGINE = "transformer_engine.pytorch"
 _TF32 = "NVIDIA_TF32_OVERRIDE"
-_admitted = False  # whether this process runs layouts with ``te``
+# How a process has imported megatron-core, by the option of its layouts that decides it.
+_IMPORTED = {
+    "": "without TransformerEngine",
+    "te": "with TransformerEngine but its optimizers",
+    "remainders": "with TransformerEngine and its optimizers",
+}
+_admitted = ""
 
 
 def megatron_context(config: ContextConfig) -> "MegatronContext":
@@ -67,25 +74,29 @@ def megatron_context(config: ContextConfig) -> "MegatronContext":
 
 
 def begin(layout: Layout) -> None:
-    """Lets megatron-core find TransformerEngine if the layout has ``te``; call it before megatron-core is imported.
+    """Lets megatron-core find what a layout needs of TransformerEngine; call it before megatron-core is imported.
 
-    Raises UsageError if this process has begun with a layout of the other kind, or if TransformerEngine cannot run.
+    Raises UsageError if this process has begun with a layout of another kind, or if TransformerEngine cannot run.
     """
-    wanted = "te" in layout.options
+    wanted = _uses_te(layout)
     if "megatron.core" in sys.modules and wanted != _admitted:
-        state, needed = ("with", "without") if _admitted else ("without", "with")
         raise UsageError(
-            f"this process has imported megatron-core {state} TransformerEngine, but {layout} needs it {needed}; "
-            f"start a new process"
+            f"this process has imported megatron-core {_IMPORTED[_admitted]}, but {layout} needs it "
+            f"{_IMPORTED[wanted]}; start a new process"
         )
     if wanted and not _admitted:
-        _admit_te()
+        _admit_te(wanted)
 
 
-def _admit_te() -> None:
+def _uses_te(layout: Layout) -> str:
+    """Returns the option of a layout that decides what megatron-core finds of TransformerEngine; empty without."""
+    return next((option for option in ("remainders", "te") if option in layout.options), "")
+
+
+def _admit_te(option: str) -> None:
     global _admitted
     if not torch.cuda.is_available():
-        raise UsageError("TransformerEngine's layers need a GPU (--device cuda); leave the layout's option te out")
+        raise UsageError(f"TransformerEngine needs a GPU (--device cuda); leave the layout's option {option} out")
     # TransformerEngine would use TF32 whatever torch's flags say (docs/findings/transformer-engine-tf32.md).
     os.environ.setdefault(_TF32, "0")
     try:
@@ -93,13 +104,14 @@ def _admit_te() -> None:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise UsageError(
             f"TransformerEngine cannot be imported: {error}; run: pip install --no-build-isolation "
-            f"'transformer-engine[pytorch]', or leave the layout's option te out"
+            f"'transformer-engine[pytorch]', or leave the layout's option {option} out"
         ) from error
-    # Without TransformerEngine's optimizers megatron-core uses torch's, whose states impl.megatron.tensors can read and
-    # write. TransformerEngine's kernels that clip gradients and copy masters stay.
-    optimizers = import_module(f"{TRANSFORMER_ENGINE}.optimizers")
-    del optimizers.FusedAdam, optimizers.FusedSGD
-    _admitted = True
+    if option == "te":
+        # Without TransformerEngine's optimizers megatron-core uses torch's, whose states impl.megatron.tensors can read
+        # and write. TransformerEngine's kernels that clip gradients and copy masters stay.
+        optimizers = import_module(f"{TRANSFORMER_ENGINE}.optimizers")
+        del optimizers.FusedAdam, optimizers.FusedSGD
+    _admitted = option
 
 
 def _padded(scenario: Scenario, layout: Layout) -> tuple[Defect, ...]:
@@ -166,6 +178,7 @@ _OPTIONS = (
     "torchcp",
     "ckpt",
     "te",
+    "remainders",
     *RECIPES,
     "fp8ends",
     "mfsdp",
@@ -227,19 +240,46 @@ def _te_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Suppor
         return Unsupported(
             "context parallelism by TransformerEngine is not built in; use sp without te, or te without sp"
         )
-    if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.context)
-        if not gpus_of_host():
-            return Unsupported(
-                "there is no GPU, and te needs one (--device cuda) with TransformerEngine; leave te out, or use a "
-                "machine with a GPU"
-            )
-        return Unsupported(
-            "te needs TransformerEngine and --device cuda; run: pip install --no-build-isolation "
-            "'transformer-engine[pytorch]'"
-        )
-    if refused := machine_refused(layout):
+    if refused := _te_missing("te") or machine_refused(layout):
         return Unsupported(refused)
     return Supported()
+
+
+def _te_missing(option: str) -> str:
+    """Explains why this machine cannot run ``option``, which needs TransformerEngine; empty if it can."""
+    if is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.context)
+        return ""
+    if not gpus_of_host():
+        return (
+            f"there is no GPU, and {option} needs one (--device cuda) with TransformerEngine; leave {option} out, or "
+            f"use a machine with a GPU"
+        )
+    return (
+        f"{option} needs TransformerEngine and --device cuda; run: pip install --no-build-isolation "
+        f"'transformer-engine[pytorch]'"
+    )
+
+
+def _remainders_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
+    """Explains why TransformerEngine's AdamW cannot keep masters by their remainders; empty if it can."""
+    if scenario.precision != "bf16":
+        return "remainders complete parameters in bf16 to float32 masters; use bf16, or leave remainders out"
+    if scenario.optimizer.name != "adamw":
+        return "TransformerEngine keeps remainders for AdamW only; use an AdamW scenario, or leave remainders out"
+    if layout.zero != 1:
+        return "Megatron's distributed optimizer keeps remainders, and no other; add zero1, or leave remainders out"
+    if "mfsdp" in layout.options:
+        return "Megatron-FSDP keeps masters of its own; leave mfsdp or remainders out"
+    if scenario.lora or shape.mixture or shape.latent:
+        return "remainders are judged for dense models without adapters only; leave remainders out"
+    if missing := _te_missing("remainders"):
+        return missing
+    if is_older("transformer-engine", 2, 1):
+        return (
+            f"TransformerEngine {version('transformer-engine')} keeps no remainders; run: pip install "
+            f"--no-build-isolation 'transformer-engine[pytorch]>=2.1', or leave remainders out"
+        )
+    return ""
 
 
 def _muon_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
@@ -299,7 +339,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     if not trained:
         return States(weights=numbers * compute)
     piece = -(-numbers // (layout.dp * layout.sp)) if layout.zero else numbers
-    masters = piece * full if tier.is_half else 0
+    masters = piece * (full - compute * ("remainders" in layout.options)) if tier.is_half else 0
     return States(
         weights=(piece if layout.zero == 3 else numbers) * compute,
         gradients=(piece if layout.zero in (2, 3) else numbers) * full,
@@ -341,7 +381,11 @@ class MegatronBackend(ReferenceBackend):
     )
     preload = ("transformers.modeling_utils", "impl.megatron.context", *RING_MODULES, *SCHEDULES)
     # TransformerEngine may initialise CUDA when it is imported; a process that forks must not.
-    preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
+    # Processes of layouts with other needs are told by the order.
+    preload_apart: ClassVar = {
+        "remainders": (*RING_MODULES, "transformers.modeling_utils"),
+        "te": ("transformers.modeling_utils", *RING_MODULES),
+    }
     expected = EXPECTED
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw", "muon")
     conventions: ClassVar = (
@@ -360,8 +404,8 @@ class MegatronBackend(ReferenceBackend):
         "scale_bucket": f"{_FSDP}.param_and_grad_buffer:gradient_reduce_preprocessing",
         "gather_updated": f"{_FSDP}.megatron_fsdp:MegatronFSDP.start_param_sync",
         "clip_threshold": "impl.megatron.config:clip_threshold",
-        "set_muon": "impl.megatron.muon:set_muon",
-        "gather_owned": "impl.megatron.muon:gather_owned",
+        "set_muon": "impl.megatron.library_optimizers:set_muon",
+        "gather_owned": "impl.megatron.library_optimizers:gather_owned",
         "count_tokens": "impl.megatron.model:count_tokens",
         "summing_dtype": "impl.megatron.config:summing_dtype",
         "pipeline_config": "impl.megatron.model:transformer_config",
@@ -380,6 +424,10 @@ class MegatronBackend(ReferenceBackend):
         "scale_router_loss": "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
         "restore_generators": "megatron.core.tensor_parallel.random:_set_all_rng_states",
         "own_generator": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+        "set_state": f"{TRANSFORMER_ENGINE}.optimizers.fused_adam:FusedAdam.set_scaled_state",
+        "update_parameters": f"{TRANSFORMER_ENGINE}.optimizers.fused_adam:FusedAdam.step",
+        "with_remainders": "impl.megatron.library_optimizers:with_remainders",
+        "optimizer_settings": "impl.megatron.model:optimizer_settings",
         "te_recipe": "megatron.core.fp8_utils:get_fp8_recipe",
         "te_quantizers": f"{TRANSFORMER_ENGINE}.fp8:DelayedScalingRecipeState.make_quantizers",
         "amax_group": "megatron.core.parallel_state:get_amax_reduction_group",
@@ -451,6 +499,8 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported(f"the objective {kind} runs models without dropout; leave dropout out")
         if "dropout" in layout.options and "te" in layout.options:
             return Unsupported("dropout is not built in for te; leave te or dropout out")
+        if "remainders" in layout.options and (refused := _remainders_refused(scenario, layout, shape)):
+            return Unsupported(refused)
         if refused := float8_refused(scenario, layout, shape):
             return Unsupported(refused)
         if "te" in layout.options and isinstance(lacking := _te_support(scenario, layout, shape), Unsupported):
@@ -493,6 +543,8 @@ class MegatronBackend(ReferenceBackend):
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
         """Whether a checkpoint of one layout can be loaded in the other."""
+        if ("remainders" in before.options) != ("remainders" in after.options):
+            return Unsupported("a checkpoint has either masters or remainders; transfer a training state")
         if ("te" in before.options) != ("te" in after.options):
             return Unsupported(
                 "TransformerEngine's norms have their own entries in checkpoints, which other layouts lack; "

@@ -31,7 +31,7 @@ from impl.interface.distributed import Group, on_all_ranks, on_first
 from impl.interface.trainable import Writing
 from impl.megatron.model_config import ModelShape
 from impl.megatron.releases import SAVE_OPTIONS, writer_of_common_state
-from impl.megatron.tensors import refuse_foreign
+from impl.megatron.tensors import REMAINDER, refuse_foreign
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
 OPTIMIZERS = ("optimizer", "experts")  # keys of their states in a checkpoint
@@ -199,7 +199,10 @@ def _completed(optimizers: Sequence[Any], *, keep: bool) -> Iterator[None]:
     inners = [one.optimizer for one in optimizers]
     for inner in (one for one in inners if not one.state):
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-            inner.state[parameter] = _first_state(inner, parameter)
+            if getattr(inner, "store_param_remainders", False):
+                inner.initialize_state(parameter, store_param_remainders=True)
+            else:
+                inner.state[parameter] = _first_state(inner, parameter)
     with contextlib.ExitStack() as stack:
         for one in optimizers:
             stack.enter_context(replaced(one, {"init_state_fn": lambda *_: None}))  # megatron-core has none for SGD
@@ -227,10 +230,17 @@ def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
 
 
 def _set_states(self: Any, parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Calls the library's method with the ``step`` that it requires: checkpoints lack it, the optimizer has it."""
+    """Calls the library's method with the ``step`` that it requires: checkpoints lack it, the optimizer has it.
+
+    Checkpoints have remainders, which are integers, as float32 numbers
+    (docs/findings/megatron-remainder-checkpoints.md).
+    """
     group, position = self.model_param_group_index_map[parameter]
-    main = self.optimizer.param_groups[group]["params"][position]
-    _SET_STATES(self, parameter, {**tensors, "step": self.optimizer.state[main]["step"]})
+    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][position]]
+    if REMAINDER in state:
+        _SET_STATES(self, parameter, {**tensors, "param": tensors["param"].to(state[REMAINDER].dtype)})
+    else:
+        _SET_STATES(self, parameter, {**tensors, "step": state["step"]})
 
 
 def _on_any_rank(condition: bool) -> bool:

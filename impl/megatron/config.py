@@ -114,6 +114,9 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         hysteresis=1,  # by default the second overflow lowers the scale
         use_distributed_optimizer=shards_optimizer(config) and optimizer.name != "muon",
         overlap_param_gather="overlap" in config.layout.options and config.layout.zero == 1,
+        # It also says that gradients, masters and moments have dtypes of their own, by default float32.
+        use_precision_aware_optimizer="remainders" in config.layout.options,
+        store_param_remainders="remainders" in config.layout.options,
         **kind,
     )
 

@@ -152,9 +152,13 @@ class MegatronModel:
         if optimizer and is_fully_sharded(self.context.config):
             kind = partial(ShardedTensors, wrapped=self.chunks)
         if self.muon:
-            from impl.megatron.muon import MuonTensors
+            from impl.megatron.library_optimizers import MuonTensors
 
             kind = partial(MuonTensors, chain=self.optimizer)
+        if "remainders" in self.options and optimizer:
+            from impl.megatron.library_optimizers import RemainderTensors
+
+            kind = RemainderTensors
         self.tensors = kind(list(model), optimizers, self.shape, self.stages, trained=trained)
         if optimizer and self.half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
@@ -193,7 +197,7 @@ class MegatronModel:
         overrides = undecayed() if self.context.config.whole_experts else None
         settings = optimizer_settings(self.context.config, config)
         if self.muon:
-            from impl.megatron.muon import muon_optimizer, set_muon
+            from impl.megatron.library_optimizers import muon_optimizer, set_muon
 
             set_muon(settings, config, self.shape, "shipped" in self.options)
             optimizer = muon_optimizer(settings, self.chunks, layer_wise=shards_optimizer(self.context.config))

@@ -36,6 +36,7 @@ from impl.megatron.hf_mapping import (
 from impl.megatron.model_config import ModelShape, Stages
 from impl.megatron.spans import Part, Rank, copy_to_full, load_part, reader
 
+REMAINDER = "master_param"  # TransformerEngine's name of masters, or of their lower halves
 _UNFUSED = {fused: name for name, fused in FUSED.items()}
 _LOCAL_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+")
 
@@ -85,6 +86,8 @@ def tensor_rank() -> Rank:
 def refuse_foreign(optimizer: Any) -> None:
     """Raises UsageError for optimizers of TransformerEngine and Apex, whose state has another layout."""
     kind = type(optimizer)
+    if getattr(optimizer, "store_param_remainders", False):
+        return  # RemainderTensors reads it
     if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)) and kind.__name__ != "TensorParallelMuon":
         raise UsageError(
             f"megatron-core uses {kind.__module__}.{kind.__name__}, whose state cannot be written or read here (only "
@@ -184,10 +187,13 @@ class ModelTensors:
         for own in self.own_parameters():
             full = torch.empty_like(own.parameter, dtype=torch.get_default_dtype())
             load_parameter(full, own.name, self._shape, read)
-            own.parameter.data.copy_(full)
-            main = getattr(own.parameter, "main_param", None)
-            if main is not None:
-                main.copy_(self._part_of(own.parameter, full))
+            self._set_master(own.parameter, full)
+
+    def _set_master(self, parameter: Any, full: torch.Tensor) -> None:
+        parameter.data.copy_(full)
+        main = getattr(parameter, "main_param", None)
+        if main is not None:
+            main.copy_(self._part_of(parameter, full))
 
     def write_optimizer_state(self, kind: WrittenKind, read: SliceReader) -> None:
         """Sets one state of the optimizer from whole tensors."""
@@ -200,7 +206,7 @@ class ModelTensors:
             if kind == "step":
                 state = update_count(self._read_step(own.name, read), optimizer, inner)
             else:
-                full = torch.empty_like(own.parameter, dtype=inner.dtype)
+                full = torch.empty_like(own.parameter, dtype=torch.get_default_dtype())
                 load_parameter(full, own.name, self._shape, read)
                 state = self._part_of(own.parameter, full).clone()
             optimizer.state[inner][kind] = self._as_state(inner, state)

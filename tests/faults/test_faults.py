@@ -29,7 +29,7 @@ from impl.faults.float8 import FLOAT8_FAULTS
 from impl.faults.models import MERGE_FAULTS
 from impl.faults.optimizer import MEGATRON_MUON_FAULTS, OVERFLOW_FAULTS
 from impl.faults.resume import RESUME_FAULTS
-from impl.faults.rounding import ROUNDING_FAULTS
+from impl.faults.rounding import REMAINDER_FAULTS, ROUNDING_FAULTS
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
 ELSEWHERE = (
@@ -38,6 +38,7 @@ ELSEWHERE = (
     *MERGE_FAULTS,
     *FLOAT8_FAULTS,
     *ROUNDING_FAULTS,
+    *REMAINDER_FAULTS,
     *MEGATRON_MUON_FAULTS,
 )  # in test files of their own
 # By backend and fault: scenario, model, layout.

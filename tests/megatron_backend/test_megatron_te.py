@@ -90,6 +90,8 @@ def test_cells_with_transformer_engine_have_ranks_of_their_own() -> None:
     assert preload("dp2") == preload("tp2.seqpar")
     without = {"impl.megatron.context", "transformers.optimization"}
     assert preload("dp2.te") == preload("tp2.seqpar.te") == tuple(m for m in preload("dp2") if m not in without)
+    kinds = {preload(layout) for layout in ("dp2", "dp2.te", "dp2.zero1.remainders", "dp2.zero1.te.remainders")}
+    assert len(kinds) == 3  # the last two are of one kind
 
 
 def test_a_checkpoint_with_transformer_engines_norms_goes_on_with_them_only() -> None:
@@ -109,16 +111,21 @@ def test_a_process_is_for_transformer_engine_or_not(monkeypatch: pytest.MonkeyPa
     assert type(megatron_context(config("dp1"))).__name__ == "MegatronContext"  # with it, megatron-core is imported
     with pytest.raises(UsageError, match=r"without TransformerEngine, but dp1\.te needs it with"):
         megatron_context(config("dp1.te"))
-    monkeypatch.setattr(startup, "_admitted", True)
-    with pytest.raises(UsageError, match="with TransformerEngine, but dp1 needs it without; start a new process"):
+    monkeypatch.setattr(startup, "_admitted", "te")
+    with pytest.raises(UsageError, match=r"with .* but its optimizers, but dp1 needs it without .*; start a new proc"):
         megatron_context(config("dp1"))
+    for other, layout in (("te", "dp2.zero1.te.remainders"), ("remainders", "dp2.te")):
+        monkeypatch.setattr(startup, "_admitted", other)
+        with pytest.raises(UsageError, match=f"but {layout} needs it with TransformerEngine"):
+            startup.begin(Layout.parse(layout))
+    startup.begin(Layout.parse("dp2.zero1.remainders"))
 
 
 def test_without_a_gpu_or_the_package_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace())  # somebody has imported it
-    with pytest.raises(UsageError, match=r"need a GPU \(--device cuda\); leave the layout's option te out"):
+    with pytest.raises(UsageError, match=r"needs a GPU \(--device cuda\); leave the layout's option te out"):
         megatron_context(config("dp1.te"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as if it were not installed
@@ -131,7 +138,7 @@ def test_without_a_gpu_or_the_package_the_message_says_so(monkeypatch: pytest.Mo
 def test_float32_is_not_tf32_and_optimizers_are_torchs(monkeypatch: pytest.MonkeyPatch, users: str) -> None:
     """Whoever has imported TransformerEngine before; and what the user has said of TF32 counts."""
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
-    monkeypatch.setattr(startup, "_admitted", False)
+    monkeypatch.setattr(startup, "_admitted", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", users)
     if not users:
@@ -146,6 +153,10 @@ def test_float32_is_not_tf32_and_optimizers_are_torchs(monkeypatch: pytest.Monke
         startup.begin(Layout.parse("tp2.te"))
         assert os.environ["NVIDIA_TF32_OVERRIDE"] == (users or "0")
         assert vars(optimizers) == {"multi_tensor_applier": 3}
+    optimizers.FusedAdam = 1
+    monkeypatch.setattr(startup, "_admitted", "")
+    startup.begin(Layout.parse("dp2.zero1.remainders"))
+    assert "FusedAdam" in vars(optimizers)
 
 
 class BeginsFirst(MegatronBackend):

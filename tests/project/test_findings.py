@@ -17,7 +17,11 @@ from impl.models.support import is_older
 FINDINGS = Path(__file__).parents[2] / "docs" / "findings"
 HELPERS = {"flash_attn_stand_in.py", "megatron_on_cpu.py"}  # what several scripts import
 # Scripts that need a GPU, each with the package that it needs as well.
-ON_GPUS = {"inductor_ranks_choose.py": "", "transformer_engine_tf32.py": "transformer-engine"}
+ON_GPUS = {
+    "inductor_ranks_choose.py": "",
+    "megatron_remainder_checkpoints.py": "transformer-engine",
+    "transformer_engine_tf32.py": "transformer-engine",
+}
 NEWER = {  # scripts about releases from this one on
     "megatron_fsdp_counted_update.py": ("megatron-core", 0, 17),
     "megatron_fsdp_kept.py": ("megatron-core", 0, 18),

@@ -1,7 +1,13 @@
-"""Trains matrices with megatron-core's Muon, of the package emerging-optimizers, and reads its optimizers' states.
+"""Makes optimizers of megatron-core that are not torch's, and reads their states: Muon, and TransformerEngine's AdamW.
 
-megatron-core chains two optimizers: Muon has the matrices of layers, AdamW all else. With the layer-wise distributed
-optimizer, the ZeRO-1 of Muon, a rank has the optimizers' states of whole parameters, and not of others.
+Muon is of the package emerging-optimizers. megatron-core chains two optimizers: Muon has the matrices of layers, AdamW
+all else. With the layer-wise distributed optimizer, the ZeRO-1 of Muon, a rank has the optimizers' states of whole
+parameters, and not of others.
+
+TransformerEngine's FusedAdam can keep a float32 master in two halves, for the layout option ``remainders``. The
+parameter, in bf16, is the upper half. The *remainder*, the lower half as a signed integer, is a state of the optimizer.
+The parameter is rounded to the nearest number, of two the one away from zero: where the remainder is negative, the
+upper half is one less than the parameter. Updates compute with the whole master.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +22,14 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
 
 from conformance.backends.on_cpu import replaced
+from conformance.core.errors import UsageError
 from conformance.spec.scenario import OptimizerConfig
+from impl.interface.sharded_safetensors import SliceReader
+from impl.interface.trainable import WrittenKind
 from impl.megatron.model_config import ModelShape, Stages
-from impl.megatron.tensors import ModelTensors
+from impl.megatron.tensors import REMAINDER, ModelTensors
 
+HALF = 16  # bits of a float32 number
 _SCALES = {"original": "shape_scaling", "match_rms_adamw": "spectral", "spectral": "spectral"}
 
 
@@ -141,3 +151,68 @@ class MuonTensors(ModelTensors):
     def _keeps(self, parameter: Any, kind: str) -> bool:
         is_adamw = isinstance(self._optimizer(parameter).optimizer, torch.optim.AdamW)
         return (kind == "momentum_buffer") != is_adamw
+
+
+def with_remainders(parameter: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
+    """Returns the float32 masters of a bf16 parameter and its remainders."""
+    upper = parameter.view(torch.int16).int() - (remainders < 0).int()
+    return (upper << HALF | remainders.int() & 0xFFFF).view(torch.float32)
+
+
+def halves(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the bf16 parameter and the remainders of float32 masters."""
+    bits = masters.view(torch.int32)
+    remainders = bits.to(torch.int16)  # the lower half
+    upper = (bits >> HALF) + (remainders < 0).int()
+    return upper.to(torch.int16).view(torch.bfloat16), remainders
+
+
+class RemainderTensors(ModelTensors):
+    """Reads and writes the tensors of a model whose masters are bf16 parameters and remainders.
+
+    The distributed optimizer has them, so a rank has the remainders of its own stretch of each parameter. An optimizer
+    counts its updates once for each of its groups.
+    """
+
+    def _master(self, parameter: Any) -> torch.Tensor:
+        if not parameter.requires_grad:
+            return super()._master(parameter)
+        if (inner := self._inner(parameter)) is None:
+            return self._whole(parameter, None)
+        remainders = self._state(parameter).get(REMAINDER)  # as shipped, there are none before the first update
+        return self._whole(parameter, inner if remainders is None else with_remainders(inner, remainders))
+
+    def _set_master(self, parameter: Any, full: torch.Tensor) -> None:
+        upper, remainders = halves(full)
+        parameter.data.copy_(upper)
+        if (inner := self._inner(parameter) if parameter.requires_grad else None) is not None:
+            optimizer = self._optimizer(parameter).optimizer
+            if not self._state(parameter):
+                optimizer.initialize_state(inner, store_param_remainders=True)
+            optimizer.set_scaled_state(inner, REMAINDER, self._part_of(parameter, remainders))
+
+    def _state(self, parameter: Any) -> dict[str, Any]:
+        """Returns the state of the optimizer, with the count of its group as the parameter's own."""
+        state = super()._state(parameter)
+        group = self._group(parameter) if state else {}
+        return {**state, "step": group["step"]} if "step" in group else state
+
+    def write_optimizer_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        if kind != "step":
+            super().write_optimizer_state(kind, read)
+            return
+        counts: dict[int, int] = {}
+        for own in self.own_parameters():
+            if own.parameter.requires_grad and self._inner(own.parameter) is not None:
+                group, step = self._group(own.parameter), int(self._read_step(own.name, read))
+                if counts.setdefault(id(group), step) != step:
+                    raise UsageError(
+                        "TransformerEngine's AdamW counts the updates of many parameters together, but the optimizer "
+                        "state counts different numbers for them; resume without remainders"
+                    )
+                group["step"] = step
+
+    def _group(self, parameter: Any) -> dict[str, Any]:
+        optimizer = self._optimizer(parameter)
+        group: dict[str, Any] = optimizer.optimizer.param_groups[optimizer.model_param_group_index_map[parameter][0]]
+        return group
