@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 from conformance.cli import main as cli
+from conformance.matrix.cell import TASK
 from conformance.runner import placement
 from conformance.runner.environment import environment
 from conformance.runtime import Outcome, Pool
@@ -30,7 +31,6 @@ from conformance.runtime.gpu_inventory import gpus_of
 from conformance.runtime.pool import _Threaded
 from conformance.runtime.preload_server import environment as environment_of_ranks
 from conformance.runtime.slots import Block, Lane, SlotPool, Starter, failed
-from conformance.worker.phase_spec import TASK
 
 BY_TORCHRUN = "--by-torchrun"
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from conformance.core.errors import UsageError, one_line, shown
-from conformance.numerics.determinism import seed_of, splitmix64
+from conformance.numerics.sketch import seed_of, splitmix64
 from parity.differences import Names, canonical
 from parity.optimizer_shards import Box, Fragment, Held, fragments_of, whole_shape
 from parity.record_files import Arrays, Line

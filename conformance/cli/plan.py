@@ -19,12 +19,12 @@ from conformance.backends.registry import adapter_of
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError, first_few
 from conformance.core.host import host_resources_of, resolve
+from conformance.judge.cells import one_thread
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
 from conformance.matrix.profile import profile_names, profile_of
 from conformance.models.synthetic import is_without_weights
-from conformance.numerics.determinism import one_thread
 from conformance.results.verdict import STATES, State
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import GB, advice, check_shared, needs_of

@@ -20,8 +20,7 @@ from conformance.cli.torchrun import COMMANDS, run_command
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import visible_output
 from conformance.runtime.failure import exit_words
-from conformance.runtime.messages import Message, Wire
-from conformance.runtime.multihost.channel import Closed, closing, connect, take
+from conformance.runtime.messages import Closed, Message, Wire, closing, connect, take
 from conformance.runtime.multihost.controller import started_by_engine
 from conformance.runtime.multihost.host import start_host
 from conformance.runtime.preload_server import absolute_path

@@ -27,8 +27,7 @@ from conformance.cli.main import main as parity
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import visible_output
 from conformance.runtime.failure import exit_words
-from conformance.runtime.messages import Message, Wire
-from conformance.runtime.multihost.channel import Carrier, Closed, connect
+from conformance.runtime.messages import Carrier, Closed, Message, Wire, connect
 from conformance.runtime.multihost.controller import started_by_engine
 from conformance.runtime.multihost.host import start_host
 

@@ -1,4 +1,4 @@
-"""Keeps float64 computations in float64 (the exact tier), and detects operators that leave float64.
+"""Keeps float64 computations in float64 (the exact tier), and applies the settings of lower precisions.
 
 No tolerance may hide a bug (docs/principles.md). But libraries compute parts of a model in float32: norms, rotary
 tables, softmax, losses, gradient norms. For a float64 model these are *down*casts, which cause errors of 1e-6 in its
@@ -24,8 +24,14 @@ What is not detected: kernels that compute in lower precision inside; values tha
 complex64; other Python threads (modes belong to a thread, and to the threads of its backward passes); code that sets
 the default dtype itself; types imported by name beforehand (``from torch import FloatTensor``). LeakWatch shows most of
 these, but not what compiled code does in one kernel.
+
+On a GPU, a cell in the exact tier or in fp32 should give the same numbers twice (``settings_of``). So kernels are
+deterministic where torch has deterministic ones (otherwise torch writes a warning to the rank's log), and TF32 is off,
+because fp32 does not mean TF32. Half precision is judged as libraries run it, so no setting changes there. The record's
+environment holds the settings that were in force.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +46,8 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from conformance.spec.precision import PRECISIONS, PrecisionName
 
 LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _OLD_CONSTRUCTORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
@@ -277,3 +285,35 @@ def _caller() -> str:
         frame = frame.f_back
     file = frame.f_code.co_filename.rpartition("site-packages/")[2]
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # ranks begin with it (conformance.runtime.preload_server)
+
+
+@contextmanager
+def settings_of(precision: PrecisionName, device: str) -> Iterator[dict[str, str]]:
+    """Applies the settings of the precision on a GPU and yields the settings in force. Restores them on exit."""
+    before = _deterministic()
+    utils: Any = torch.utils.deterministic
+    fills = utils.fill_uninitialized_memory
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    if device != "cpu" and not PRECISIONS[precision].is_half:
+        utils.fill_uninitialized_memory = False  # it costs time and repairs what reads too early
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield {
+            "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
+            "tf32": "yes" if torch.backends.cuda.matmul.allow_tf32 else "no",
+            WORKSPACE: os.environ.get(WORKSPACE, ""),
+        }
+    finally:
+        utils.fill_uninitialized_memory = fills
+        if _deterministic() != before:  # the function imports torch._inductor, which takes seconds
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+def _deterministic() -> tuple[bool, bool]:
+    """Returns whether torch uses deterministic kernels, and whether it only warns if a kernel has none."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

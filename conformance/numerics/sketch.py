@@ -9,20 +9,25 @@ difference. So the projected rows, (rows, PROJECTIONS), go through the same comp
 * a sample of elements, (1, SAMPLED + rows + columns) in the tensor's own dtype, with at least one of each row and of
   each column, by which updates and digits are judged element by element.
 
-The random numbers are uniform, have mean 0 and variance 1, and follow from the parameter's name.
-docs/explanations/tolerances.md
-proves which errors a sketch detects. Vectors, such as biases and the weights of norms, are never sketched.
+The random numbers are uniform, have mean 0 and variance 1, and follow from the parameter's name and a position alone.
+Every device and version computes the same bits, because several processes compute sketches of tensors (here and in
+parity.summaries) that are then subtracted. docs/explanations/tolerances.md proves which errors a sketch detects.
+Vectors, such as biases and the weights of norms, are never sketched.
+
+Sketches and digests of a backend's tensors are computed outside of the modes that watch and lift the backend
+(conformance.numerics.float64_tier, conformance.worker.evidence). An operator inside of a mode costs as much as a small
+kernel, and a model of a billion parameters needs thousands of operators per step.
 """
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-from conformance.numerics.determinism import seed_of, splitmix64, without_modes
 
 PROJECTIONS = 16
 SAMPLED = 4096  # sampled elements of a tensor, in addition to one of each row and one of each column
@@ -33,6 +38,38 @@ LARGE_MATRIX = 2**16  # elements
 _BLOCK = 2**24  # elements of a matrix that are read at a time
 _CHUNK = 512  # elements of a row that are summed at a time: rounding grows with the square root of the length
 _FRACTION = 2.0**-52  # maps a signed number of 53 bits to [-1, 1)
+
+
+def seed_of(name: str) -> int:
+    """Derives a signed 64-bit seed from the name of a parameter."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+
+
+def splitmix64(positions: Tensor, *, seed: int) -> Tensor:
+    """Hashes int64 positions by splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+
+    The masks are needed because shifts of int64 carry the sign.
+    """
+    x = positions.mul(-7046029254386353131).add_(seed)
+    x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(-4658895280553007687)
+    x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(-7723592293110705685)
+    return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
+
+
+@contextmanager
+def without_modes(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields ``tensor`` detached, and disables all modes inside of the block.
+
+    Modes see the detaching itself. So a LeakWatch learns the dtype of the tensor, even if no operator of the backend
+    has returned it. For a subclass such as DTensor, modes stay enabled, because torch dispatches modes and subclasses
+    by the same mechanism.
+    """
+    tensor = tensor.detach()
+    if type(tensor) is Tensor:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            yield tensor
+    else:
+        yield tensor
 
 
 def sketched_above(requested: int | None, elements: int) -> float:

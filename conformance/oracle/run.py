@@ -27,8 +27,7 @@ import conformance
 from conformance.models.components import MixtureOfExperts
 from conformance.models.families import UPDATES_OF_BIASES, is_written
 from conformance.models.folders import elements_of
-from conformance.numerics.determinism import settings_of
-from conformance.numerics.float64_tier import exact_tier
+from conformance.numerics.float64_tier import exact_tier, settings_of
 from conformance.numerics.sketch import kept, sketched_above
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.defects import variant_of
@@ -198,7 +197,7 @@ def run_oracle(
     policy_name: "float64" for the reference, or a precision whose error is measured: float32 master weights, gradients
     and optimizer, computed in float32, bfloat16 or float16, with torch's fused attention kernel or ("-plain") by the
     formula. The error is that of the kernels of ``device``, so it is measured where the cell runs, with the settings of
-    its tier (conformance.numerics.determinism). A model that is too large for one GPU is spread over several by layers.
+    its tier (float64_tier.settings_of). A model that is too large for one GPU is spread over several by layers.
     restarts: steps at which optimizer and schedule begin anew, because the cell resumes from exported weights.
     merges: steps at which the policy's adapter is merged into the base and then begins anew. defects: known defects to
     reproduce. trusted: whether the Python code of a model's folder may run (decoder_of).

@@ -12,15 +12,14 @@ from typing import Any, Literal
 
 from conformance.core.host import resolve
 from conformance.data.prepare import FrozenInputs
+from conformance.judge.cells import Judges, combine
 from conformance.judge.expected_differences import explained, judge_cell
-from conformance.judge.rejudge import combine
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import is_large
 from conformance.oracle.role_model import is_routed
 from conformance.results.bisection import BISECTION, Bisected
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Verdict
-from conformance.runner.judges import Judges
 from conformance.runner.oracle_jobs import Defects, Oracles
 from conformance.runner.phases import TraceFailed, find_in_traced, run_phases, run_traced
 from conformance.runner.placement import Activities, SessionConfig, Where

@@ -67,7 +67,7 @@ Defects = tuple[Defect, ...]
 COMPUTED_WITH = (
     *("core/io.py", "models/components.py", "models/declarations.py", "models/families.py", "models/folder_checks.py"),
     *("models/folders.py", "models/hf_config.py"),
-    *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
+    *("numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/record_format.py", "records/step_tensors.py"),
     *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
     *("spec/observables.py", "spec/offline.py", "spec/precision.py", "spec/scenario.py"),

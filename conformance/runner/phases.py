@@ -20,14 +20,13 @@ from conformance.backends.registry import adapter_of
 from conformance.core.io import write_file
 from conformance.data.prepare import FrozenInputs
 from conformance.judge.tolerance import largest_rounding
-from conformance.matrix.cell import Cell, Phase
+from conformance.matrix.cell import TASK, Cell, Phase, PhaseSpec
 from conformance.models.synthetic import with_other_numbers
 from conformance.records.record_format import CONTROL, dumps, read_lines
 from conformance.results.bisection import Bisected, bisected_from_json
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.failure import FailureKind
 from conformance.spec.scenario import scenario_to_json
-from conformance.worker.phase_spec import TASK, PhaseSpec
 
 DRAW: int | None = None  # see PhaseSpec.draw; tests set a number
 

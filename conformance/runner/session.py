@@ -18,11 +18,11 @@ from conformance.core.host import host_resources_of, resolve
 from conformance.core.io import make_folder
 from conformance.core.timeline import WAIT, timeline
 from conformance.data.prepare import FrozenInputs, check_trained, checked_model, prepare_inputs
+from conformance.judge.cells import Judges, one_thread
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
 from conformance.models.folder_checks import check_model_folder
 from conformance.models.synthetic import is_large, is_sketched, is_without_weights
-from conformance.numerics.determinism import one_thread
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import decoder_of
 from conformance.results.bisection import Bisected
@@ -30,7 +30,6 @@ from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
 from conformance.runner.attempt import CellRunner, Expectations, JudgedCell, expected_of_none
 from conformance.runner.earlier_run import OTHER_CODE
 from conformance.runner.environment import environment
-from conformance.runner.judges import Judges
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.phases import import_ahead
 from conformance.runner.placement import (

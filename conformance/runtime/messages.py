@@ -1,4 +1,4 @@
-"""Sends JSON messages between the controller, its forkservers and their ranks, and shows the phase of each rank.
+"""Sends JSON messages between the controller, its forkservers, hosts and ranks, and shows the phase of each rank.
 
 Messages travel over socket pairs. Each message is one packet, and the kernel delivers packets as a whole: a message
 that cannot be sent in time is not sent at all, and no message is read in part. A message that is too long for a
@@ -7,6 +7,9 @@ killed process leaves nothing there.
 
 The current phase of each rank, and its start, are in shared memory, which can be read while the rank hangs. Each rank
 has an entry of fixed size. Writing takes a microsecond and does not wait for a reader.
+
+A socket ends at the machine. Between the controller and the process of another host, a Carrier connects a Wire to the
+channel of the engine that started the hosts: keys in torchrun's store, or calls of a Ray actor.
 """
 
 import array
@@ -18,10 +21,12 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from conformance.core.timeline import own
 
@@ -127,6 +132,20 @@ def _parse(data: bytes) -> Message:
     return message
 
 
+class Pollable(Protocol):
+    """An object with a file descriptor that can be polled."""
+
+    def fileno(self) -> int: ...
+
+
+def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:
+    """Waits at most ``limit_s``; returns the descriptors of those ``sources`` that can be read or are closed."""
+    poll = select.poll()
+    for source in sources:
+        poll.register(source.fileno(), select.POLLIN)
+    return [fd for fd, _ in poll.poll(max(0.0, limit_s) * 1000)]
+
+
 _SLOT = 256  # bytes of a rank's entry
 _HEAD = struct.Struct("QdH")  # number of beats, time of the last one (CLOCK_MONOTONIC), length of the phase
 _MARKS = struct.Struct("Q")  # at the end of the entry
@@ -228,3 +247,87 @@ def mark() -> None:
     if _this_rank is not None:
         beats, rank = _this_rank
         beats.mark(rank)
+
+
+LIVE_S = 2.0  # each side sends a message at least this often
+LOST_S = 60.0  # a side that has sent nothing for so long counts as lost
+_TICK_S = 0.5  # after which the threads of a carrier look whether it was closed
+
+
+class Closed(Exception):
+    """Raised if the other side is gone. The message says why, for the user."""
+
+
+class Channel(Protocol):
+    """One end of an engine's connection between the controller and a host. One thread sends, another receives."""
+
+    def send(self, messages: list[Message]) -> None:
+        """Raises Closed."""
+
+    def receive(self, *, limit_s: float) -> list[Message]:
+        """Wait at most ``limit_s`` for messages; none if there are none. Raises Closed."""
+
+
+def take(wire: Wire, *, limit_s: float) -> list[Message]:
+    """Wait at most ``limit_s`` for a message, and return all that have arrived. Raises Closed."""
+    messages: list[Message] = []
+    while readable([wire], limit_s=0.0 if messages else limit_s):
+        message, _ = wire.receive()
+        if message is None:
+            if messages:
+                return messages
+            raise Closed("it closed the connection")
+        messages.append(message)
+    return messages
+
+
+def closing(why: str) -> Message:
+    """Return the last message of a side that is gone, which a carrier or an engine sends in its slot."""
+    return {"type": "closed", "why": why}
+
+
+class Carrier:
+    """Runs two threads between a wire and a channel. If one end closes, the other end gets a message that says why."""
+
+    def __init__(self, wire: Wire, channel: Channel, *, why_closed: Callable[[], str]) -> None:
+        """``why_closed`` is called when the wire was closed by the process at its other end."""
+        self._wire, self._channel, self._why_closed = wire, channel, why_closed
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._send, self._receive)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads: one that waits in the library of an engine would not survive the end of the interpreter."""
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        self._wire.close()
+
+    def _send(self) -> None:
+        with suppress(Closed):
+            while True:
+                is_last = self._is_over.is_set()
+                try:
+                    messages = take(self._wire, limit_s=0.0 if is_last else _TICK_S)
+                except Closed:
+                    return self._channel.send([closing(self._why_closed())])
+                if messages:
+                    self._channel.send(messages)
+                elif is_last:
+                    return None
+
+    def _receive(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                for message in self._channel.receive(limit_s=_TICK_S):
+                    if not self._wire.send(message, limit_s=LOST_S):
+                        return
+        except Closed as closed:
+            self._wire.send(closing(str(closed)))
+
+
+def connect(channel: Channel) -> tuple[Wire, Carrier]:
+    """Return a wire whose messages travel by ``channel``, for the relay, and the carrier to close at the end."""
+    wire, other_end = wire_pair()
+    return wire, Carrier(Wire(other_end), channel, why_closed=lambda: "the run has ended")

@@ -30,8 +30,8 @@ from conformance.runtime.failure import (
     read_location,
     tail,
 )
-from conformance.runtime.messages import Beat, Garbage, Message
-from conformance.runtime.worker_groups import WorkerGroup, readable
+from conformance.runtime.messages import Beat, Garbage, Message, readable
+from conformance.runtime.worker_groups import WorkerGroup
 
 COMPUTING = 4  # times the budget: limit without a mark for a task whose ranks compute
 SLOW = 12  # times the budget: limit of the whole task

@@ -7,20 +7,19 @@ ranks.
 import contextlib
 import itertools
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from conformance.core.io import no_link
 from conformance.core.process import effort, process_state, processor_seconds, signal_process
 from conformance.runtime.failure import StartError, exit_words, tail
-from conformance.runtime.messages import MOST_FDS, Device, Heartbeats, Message, Wire, wire_pair
+from conformance.runtime.messages import MOST_FDS, Device, Heartbeats, Message, Wire, readable, wire_pair
 
 if TYPE_CHECKING:
     import socket
@@ -68,12 +67,6 @@ class WorkerGroupConfig:
             raise ValueError(
                 "memory_limit_bytes limits address space, which CUDA reserves freely; leave it out for cuda"
             )
-
-
-class Pollable(Protocol):
-    """An object with a file descriptor that can be polled."""
-
-    def fileno(self) -> int: ...
 
 
 def too_small(size: int, reason: str) -> StartError:
@@ -318,11 +311,3 @@ def check_host(size: int, *, memory: int) -> None:
     if size * RANK_BYTES > memory:
         needs = f"each needs more than {RANK_BYTES // 2**20} MiB of memory, and {memory // 2**20} MiB are free"
         raise too_small(size, f"{needs}, enough for {max(1, memory // RANK_BYTES)}")
-
-
-def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:
-    """Waits at most ``limit_s``; returns the descriptors of those ``sources`` that can be read or are closed."""
-    poll = select.poll()
-    for source in sources:
-        poll.register(source.fileno(), select.POLLIN)
-    return [fd for fd, _ in poll.poll(max(0.0, limit_s) * 1000)]

@@ -23,10 +23,9 @@ from conformance.backends import faults
 from conformance.backends.protocol import Backend, BackendEntry, Shard, StepMetrics, TensorKind
 from conformance.core.packages import package_version
 from conformance.core.timeline import own
-from conformance.matrix.cell import Handover
+from conformance.matrix.cell import Handover, PhaseSpec
 from conformance.models.folders import EMBEDDING, elements_of, weight_shapes
-from conformance.numerics.determinism import settings_of
-from conformance.numerics.float64_tier import LeakWatch, exact_tier
+from conformance.numerics.float64_tier import LeakWatch, exact_tier, settings_of
 from conformance.numerics.sketch import kept, key_of, sketched_above
 from conformance.oracle.role_model import is_routed
 from conformance.records.step_tensors import RecordWriter
@@ -38,7 +37,6 @@ from conformance.spec.observables import LOGPROBS, MOMENTS, POLICY, STATE_KINDS,
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 from conformance.worker.activation_capture import capturing
 from conformance.worker.evidence import Embedding, Watch
-from conformance.worker.phase_spec import PhaseSpec
 from conformance.worker.rank_state import (
     PeakMemory,
     Replicas,

@@ -34,8 +34,7 @@ import torch.distributed as dist
 from conformance.backends.protocol import Shard
 from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG
-from conformance.numerics.determinism import splitmix64, without_modes
-from conformance.numerics.sketch import is_small, on_cpu
+from conformance.numerics.sketch import is_small, on_cpu, splitmix64, without_modes
 from conformance.runtime import mark
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from conformance.core.packages import package_version
-from conformance.numerics.determinism import without_modes
+from conformance.numerics.sketch import without_modes
 from conformance.spec.conventions import model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario

@@ -25,9 +25,9 @@ from impl.interface.distributed import on_first
 from impl.interface.trainable import Context, Trainable
 from impl.models.lora import merged_weights
 from impl.train.config import RolloutConfig
-from impl.train.data import Prompt, Work
 from impl.train.generation import Response, RolloutEngine, seed_of, share_of
 from impl.train.rewards import FunctionReward, Reward
+from impl.train.text_pipeline import Prompt, Work
 
 LOGPROB_GAP, IMPORTANCE = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"  # as in TRL
 

@@ -37,7 +37,6 @@ from impl.engine.memory_estimate import elements
 from impl.interface.distributed import on_first
 from impl.interface.trainable import Adaptable
 from impl.train.config import OutputConfig, TrainConfig
-from impl.train.data import Source
 from impl.train.experience import check_resumes, logprob_gap
 from impl.train.logging import Reporter, open_reporter
 from impl.train.plan import parameter_shapes, read_sizes
@@ -54,6 +53,7 @@ from impl.train.setup import (
     settings_of,
     source_of,
 )
+from impl.train.text_pipeline import Source
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from conformance.core.errors import UsageError, did_you_mean, one_line, shown
 
-ARITHMETIC = "arithmetic"  # path of the embedded data set (impl/train/data.py)
+ARITHMETIC = "arithmetic"  # path of the embedded data set (impl/train/text_pipeline.py)
 
 MARK = "####"
 MATH = "math-verify"

@@ -46,11 +46,11 @@ from impl.models.export import check_target, write_folder
 from impl.models.lora import check_same, write_start
 from impl.objectives.policy_gradient import functions_of
 from impl.train.config import RolloutConfig, TrainConfig
-from impl.train.data import DocumentSource, Prompt, Source, fits, load_prompts
 from impl.train.experience import RolloutSource, check_rollout, sample_responses, score, texts_of
 from impl.train.generation import Sampling, make_engine
 from impl.train.plan import parameter_shapes
 from impl.train.rewards import FunctionReward, Reward, reward_of
+from impl.train.text_pipeline import DocumentSource, Prompt, Source, fits, load_prompts
 
 LARGE = 2**26  # bytes of a file that takes longer to read than to look up
 

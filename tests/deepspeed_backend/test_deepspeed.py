@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import prepare_inputs
-from conformance.matrix.cell import Cell
+from conformance.matrix.cell import TASK, Cell
 from conformance.records.step_tensors import read_record
 from conformance.runner.phases import phase_spec
 from conformance.runtime import Outcome, Pool
@@ -26,7 +26,6 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import scenario_to_json
 from conformance.worker.evidence import Watch
-from conformance.worker.phase_spec import TASK
 from impl.interface.trainable import ContextConfig
 
 pytest.importorskip("deepspeed")

@@ -15,8 +15,8 @@ from report_sample import edit
 from run_sample import EXACT, FOLDERS, JUDGED, write_sample_run
 
 from conformance.core.errors import UsageError
+from conformance.judge.cells import combine_verdicts, rejudge
 from conformance.judge.measurements import token_errors_of
-from conformance.judge.rejudge import combine_verdicts, rejudge
 from conformance.results.run_results import read_entry
 from conformance.results.verdict import BINS, Verdict
 from conformance.spec.observables import LOGPROBS

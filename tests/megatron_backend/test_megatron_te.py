@@ -22,6 +22,7 @@ from conformance.backends.protocol import BackendEntry, BackendInfo, Unsupported
 from conformance.backends.registry import adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.packages import is_installed
+from conformance.matrix.cell import PhaseSpec
 from conformance.runner.phases import group_config
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
@@ -31,7 +32,6 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.worker.evidence import TRANSFORMER_ENGINE, Watch
 from conformance.worker.phase import run_phase
-from conformance.worker.phase_spec import PhaseSpec
 from impl.interface.trainable import ContextConfig
 from impl.megatron import adapter as startup
 from impl.megatron.adapter import MegatronBackend, megatron_context

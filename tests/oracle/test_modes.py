@@ -10,9 +10,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from conformance.numerics.determinism import without_modes
 from conformance.numerics.float64_tier import LeakWatch, exact_tier
-from conformance.numerics.sketch import kept
+from conformance.numerics.sketch import kept, without_modes
 from conformance.worker.evidence import Watch
 from conformance.worker.rank_state import digest_of
 

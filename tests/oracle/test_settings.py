@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.numerics.determinism import WORKSPACE, settings_of
+from conformance.numerics.float64_tier import WORKSPACE, settings_of
 from conformance.spec.precision import PrecisionName
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import parity
 from conformance.core.errors import UsageError
-from conformance.numerics.determinism import seed_of
+from conformance.numerics.sketch import seed_of
 from conformance.runtime import Pool
 from parity.compare import Comparison, compare_records
 from parity.differences import setting

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.numerics.determinism import seed_of
+from conformance.numerics.sketch import seed_of
 from parity.differences import canonical
 from parity.optimizer_shards import Box, whole
 from parity.summaries import BUCKETS, ROWS_AT, SKETCH_AT, SUMS, WIDTH, summarize

@@ -11,7 +11,7 @@ from report_sample import edit
 from side_sample import MEMBERS, NAMES, cell_id, scaled, write_run
 
 from conformance.cli import main as cli
-from conformance.judge.rejudge import rejudge
+from conformance.judge.cells import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.results.output_folders import slim
 from conformance.results.run_results import read_run

@@ -17,7 +17,7 @@ from recorded_bits import assert_same_bits, run_cells
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.host import HostResources, host_resources_of
-from conformance.judge import rejudge as rejudging
+from conformance.judge import cells as judging
 from conformance.judge.expected_differences import judge_cell
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import read_entry, read_output_json
@@ -83,8 +83,8 @@ def test_lanes_run_cells_at_once_as_memory_allows(
         threads.append(torch.get_num_threads())
         return judge_cell(*given, **options)
 
-    monkeypatch.setattr(rejudging, "judge_cell", counted)
-    rejudging.rejudge(out)  # in this process
+    monkeypatch.setattr(judging, "judge_cell", counted)
+    judging.rejudge(out)  # in this process
     assert threads == [1] * 3
     assert verdicts == [read_entry(session.folder(cell) / "verdict.json").verdict for cell in cells]
 

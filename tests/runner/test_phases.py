@@ -14,13 +14,12 @@ from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import FrozenInputs
-from conformance.matrix.cell import Cell, Handover, Phase
+from conformance.matrix.cell import Cell, Handover, Phase, PhaseSpec
 from conformance.matrix.profile import Overrides, Profile, expand, load_profile
 from conformance.runner import phases
 from conformance.runtime import Outcome
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario
-from conformance.worker.phase_spec import PhaseSpec
 
 SCENARIO = load_scenario(FIXTURES / "scenarios" / "sft-warmup.toml", model="models/llama", precision="exact")  # 5 steps
 

@@ -22,7 +22,7 @@ from worker_group_helpers import Runner, is_dead_soon, results
 from conformance.cli import torchrun
 from conformance.runtime import Pool
 from conformance.runtime.gpu_leases import Ticket, lease_folder
-from conformance.runtime.multihost.channel import Carrier, Closed, closing, connect
+from conformance.runtime.messages import Carrier, Closed, closing, connect
 from conformance.runtime.multihost.controller import Fleet, Hosts, Slots
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
-from conformance.judge.rejudge import combine, combine_verdicts, rejudge
+from conformance.judge.cells import combine, combine_verdicts, rejudge
 from conformance.matrix.cell import Cell, Phase
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Quantity, Verdict

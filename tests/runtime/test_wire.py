@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance.runtime import messages
-from conformance.runtime.messages import Garbage, Wire, wire_pair
-from conformance.runtime.worker_groups import readable
+from conformance.runtime.messages import Garbage, Wire, readable, wire_pair
 
 LENGTHS = [1, 1 << 10, 1 << 12, 1 << 21]  # of which the last two do not fit into a packet
 

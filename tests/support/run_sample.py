@@ -11,7 +11,7 @@ from pathlib import Path
 from report_sample import RUN, write_cell
 from side_sample import SCENARIO, STEPS, write_oracle, write_record
 
-from conformance.judge.rejudge import rejudge
+from conformance.judge.cells import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.results.run_results import Entry, cell_summary, write_summary
 from conformance.results.verdict import State, Verdict

@@ -13,7 +13,7 @@ import torch
 from judge_sample import evidence
 from report_sample import RUN, edit, write_cell
 
-from conformance.judge.rejudge import rejudge
+from conformance.judge.cells import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.records.step_tensors import RecordWriter
 from conformance.results.run_results import cell_summary, write_summary

@@ -9,8 +9,8 @@ from conformance.spec.batch import Document
 from conformance.spec.offline import PAIR, SIDE, Dpo
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
-from impl.train.data import DocumentSource
 from impl.train.setup import held_out_batches
+from impl.train.text_pipeline import DocumentSource
 
 LENGTHS = [5, 9, 3, 12, 7, 4, 30, 6, 8, 11, 10]
 DOCUMENTS = [Document((n,) * length, (False, *[True] * (length - 1))) for n, length in enumerate(LENGTHS)]

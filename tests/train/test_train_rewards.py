@@ -16,7 +16,6 @@ from conformance.data.forms import Sample, pair
 from conformance.data.tokenizer import load_tokenizer
 from conformance.runtime import Pool
 from conformance.spec.scenario import DataConfig
-from impl.train.data import Prompt, arithmetic, load_prompts
 from impl.train.experience import function_arguments
 from impl.train.rewards import (
     ARITHMETIC,
@@ -30,6 +29,7 @@ from impl.train.rewards import (
     reference_expression,
     reward_of,
 )
+from impl.train.text_pipeline import Prompt, arithmetic, load_prompts
 
 LLAMA = FIXTURES / "models" / "llama"
 FUNCTIONS = """

@@ -21,7 +21,6 @@ from conformance.spec.scenario import Scenario
 from impl.checkpoints.training_state import DataPosition
 from impl.models.loading import load_model
 from impl.train import generation
-from impl.train.data import Prompt, load_prompts
 from impl.train.experience import (
     check_resumes,
     check_rollout,
@@ -43,6 +42,7 @@ from impl.train.generation import (
 )
 from impl.train.rewards import REWARDS
 from impl.train.setup import end_tokens
+from impl.train.text_pipeline import Prompt, load_prompts
 
 EXACT = REWARDS["exact-answer"]
 KINDS = ("mean", "max", "min")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from conformance.core.errors import UsageError
 from conformance.core.process import map_in_forks
+from conformance.judge.cells import one_thread
 from conformance.judge.side_by_side.agreement import ORACLE, agreement
 from conformance.judge.side_by_side.distances import Bounds, column_of, compare_lines, compare_tensors
-from conformance.numerics.determinism import one_thread
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.run_results import Entry, inside, read_run

@@ -41,11 +41,10 @@ from conformance.runtime.failure import StartError
 from conformance.runtime.forkserver_client import ForkserverHandle, Forkservers, Part
 from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_of, slots_of, visible_to
 from conformance.runtime.gpu_leases import Ticket, lease_folder
-from conformance.runtime.messages import Garbage, Message, Wire, wire_pair
-from conformance.runtime.multihost.channel import LIVE_S, LOST_S, Closed, take
+from conformance.runtime.messages import LIVE_S, LOST_S, Closed, Garbage, Message, Wire, readable, take, wire_pair
 from conformance.runtime.preload_server import environment
 from conformance.runtime.slots import Lease, Slot
-from conformance.runtime.worker_groups import WorkerGroup, readable
+from conformance.runtime.worker_groups import WorkerGroup
 
 EXIT_REFUSED, EXIT_CLOSED = 2, 3
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")

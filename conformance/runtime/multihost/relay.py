@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conformance.core.host import HostResources
-from conformance.runtime.messages import Heartbeats, Message, Wire
-from conformance.runtime.multihost.channel import LIVE_S, LOST_S, Closed, take
+from conformance.runtime.messages import LIVE_S, LOST_S, Closed, Heartbeats, Message, Wire, take
 from conformance.runtime.multihost.host import Wanted, versions
 
 logger = logging.getLogger(__name__)
