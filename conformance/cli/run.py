@@ -99,12 +99,11 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
         raise UsageError("--resume continues in the folder of the earlier run; omit --out")
     out = Path(again.resume) if again.resume else output_folder(options.out)
     selection = with_earlier_cells(selection, out) if again.resume else selection
-    import_adapters(selected_backends(selection))  # while this process plans
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
+    import_adapters(selected_backends(selection))  # while this process checks the inputs
     text = selection.text(ranks)
-    inputs = input_digests(cell.scenario for cell in plan.cells)
-    inputs |= codes(phase.backend for cell in plan.cells for phase in cell.phases)
-    earlier = read_earlier(out, plan, ranks, selection=text, inputs=inputs) if again.resume else None
+    digests = _digests(plan.cells) if again.resume else {}  # a new run checks memory first: this reads all weights
+    earlier = read_earlier(out, plan, ranks, selection=text, inputs=digests) if again.resume else None
     cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
     config = SessionConfig(
         out=out,
@@ -123,10 +122,15 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
         floor=plan.floor,
         selected=plan.digest,
         selection=text,
-        inputs=earlier.inputs if earlier else inputs,
+        inputs=earlier.inputs if earlier else {},
         earlier=earlier,
     )
     return plan.cells, cells, config
+
+
+def _digests(cells: Sequence[Cell]) -> dict[str, str]:
+    """Reads all weights and data of the cells; returns digests of these files and of the code of adapters."""
+    return input_digests(cell.scenario for cell in cells) | codes(one.backend for cell in cells for one in cell.phases)
 
 
 def run_cells(
@@ -166,7 +170,7 @@ def _run_cells(
 
     try:
         with terminal, session:
-            session.run_all(cells, progress=progress, begun=begun)
+            session.run_all(cells, progress=progress, begun=begun, inputs=partial(_digests, planned))
             if not options.no_bisect and any_differs(out):
                 timeline.switch("bisect")
                 bisect_run(session, planned, say=terminal.say)

@@ -16,7 +16,7 @@ from conformance.core.io import check_file, complete_or_nothing, locked
 from conformance.data.documents import build_batches
 from conformance.data.rollouts import build_rollouts, data_path, has_data
 from conformance.models.folder_checks import check_model_folder, files_of, runs_code
-from conformance.models.folders import check_finite, has_weights, prepare_model
+from conformance.models.folders import check_finite, has_weights, prepare_model, weight_files
 from conformance.models.synthetic import draw_weights, random_model
 from conformance.oracle.role_model import Decoder, decoder_of
 from conformance.records.step_tensors import input_sha256
@@ -130,11 +130,11 @@ def input_digests(scenarios: Iterable[Scenario]) -> dict[str, str]:
     and for weights that are not finite: all of them are read here.
     """
     files: dict[Path, tuple[str, list[Path]]] = {}
+    weights: set[Path] = set()
     for scenario in scenarios:
         if (model := resolve(scenario.model)) not in files:
             check_model_folder(model)
-            if has_weights(model):
-                check_finite(model)
+            weights |= set(weight_files(model) if has_weights(model) else ())
             files[model] = scenario.model_name, [file for file, _ in files_of(model)]
         if has_data(scenario) and (data := data_path(scenario)) not in files:
             found = sorted(data.rglob("*")) if data.is_dir() else [data]
@@ -143,6 +143,8 @@ def input_digests(scenarios: Iterable[Scenario]) -> dict[str, str]:
     for source, (name, found) in files.items():
         for file in found:
             check_file(file)
+            if file in weights:
+                check_finite(file)  # before the digest, which then finds what was read in the page cache
             label = Path(name if counts[name] == 1 else source, file.relative_to(source))
             digests[str(label)] = input_sha256(file)[:16]
     return digests

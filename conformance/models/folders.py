@@ -224,21 +224,20 @@ def named_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
 
 
-def check_finite(model: Path) -> None:
-    """Raises UsageError for a tensor of a Hugging Face folder with numbers that are not finite.
+def check_finite(file: Path) -> None:
+    """Raises UsageError for a tensor of a safetensors file with numbers that are not finite.
 
     What cannot be read is left to ``weight_shapes``.
     """
-    for file in weight_files(model):
-        with contextlib.suppress(SafetensorError, OSError, RuntimeError), safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if tensors.get_slice(name).get_dtype() not in FLOATS:
-                    continue
-                tensor = tensors.get_tensor(name)
-                if not tensor.numel() or all(bound.isfinite() for bound in tensor.aminmax()):  # 50 times as fast
-                    continue
-                wrong = int((~tensor.isfinite()).sum())
-                raise UsageError(f"{file} has {wrong} numbers that are not finite in {name}; copy or download it again")
+    with contextlib.suppress(SafetensorError, OSError, RuntimeError), safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118
+            if tensors.get_slice(name).get_dtype() not in FLOATS:
+                continue
+            tensor = tensors.get_tensor(name)
+            if not tensor.numel() or all(bound.isfinite() for bound in tensor.aminmax()):  # 50 times as fast
+                continue
+            wrong = int((~tensor.isfinite()).sum())
+            raise UsageError(f"{file} has {wrong} numbers that are not finite in {name}; copy or download it again")
 
 
 def elements_of(models: Mapping[str, Path]) -> int:

@@ -100,7 +100,9 @@ def _changed_code(earlier: Part, plan: Plan, *, selection: str, inputs: Mapping[
     advice = "its verdicts are not about what is there now; restore what it read, or give a new --out for all cells"
     before = earlier.run.inputs
     if not before:
-        raise UsageError(f"{earlier.name} does not say what it read: an older version wrote it; give a new --out")
+        raise UsageError(
+            f"{earlier.name} does not say what it read: it ended before, or is of an older version; give a new --out"
+        )
     names = {name for name in {*before, *inputs} if before.get(name) != inputs.get(name)}
     if changed := sorted(name for name in names if not name.startswith(CODE)):
         raise UsageError(f"{first_few(changed, most=4)} changed since the run in {earlier.name}: {advice}")

@@ -52,6 +52,7 @@ class ResultWriter:
         """leased, gpu_active: see conformance.results.run_results.Run. mps: see Where."""
         self._config, self._oracles, self._expectations = config, oracles, expectations
         self._leased, self._gpu_active, self._mps = leased, gpu_active, mps
+        self.inputs: Mapping[str, str] = config.inputs
         self.environment = {**(config.earlier.run.environment if config.earlier else {}), **environment}
         earlier = config.earlier.entries if config.earlier else ()
         self.outdated: Sequence[Cell] = config.earlier.outdated if config.earlier else ()
@@ -128,6 +129,6 @@ class ResultWriter:
             floor=config.floor,
             selected=config.selected,
             selection=config.selection,
-            inputs=config.inputs,
+            inputs=self.inputs,
         )
         write_summary(config.out, run, list(self._summaries.values()))

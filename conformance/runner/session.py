@@ -6,7 +6,7 @@ conformance.runner.attempt runs and judges one cell, conformance.runner.result_w
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
@@ -132,9 +132,10 @@ class Session:
         *,
         progress: Callable[[JudgedCell], None],
         begun: Callable[[], None] = lambda: None,
+        inputs: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """Runs and judges the cells while oracles are computed. progress: gets each result. begun: called before the
-        first cell, when the inputs are checked.
+        first cell, when the inputs are checked. inputs: gives digests of what a new run reads, when the cells fit.
 
         Raises UsageError if memory or disk do not suffice, and Unwritable if the output folder is not writable any
         more.
@@ -149,6 +150,7 @@ class Session:
             import_ahead(self._pool, known, self.config.device)
         with lasting(self.config.out):
             self._prepare(cells)
+            self.results.inputs = self.results.inputs or inputs()
             begun()
             self._run_announced(cells, progress)
 

@@ -4,22 +4,27 @@ Runs in this process, on the backend of plain_backend.py; no cell here comes so 
 """
 
 import contextlib
+import dataclasses
 import json
 import re
 import shutil
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from plain_profile import PROFILE, SCENARIO
 from safetensors.torch import load_file, save_file
 
+from conformance.backends import registry
 from conformance.backends.protocol import find_backend
 from conformance.cli import main as cli
 from conformance.cli.commands import command_names
-from conformance.core.host import FIXTURES, HostResources
+from conformance.core.host import FIXTURES, HostResources, host_resources_of
+from conformance.data import prepare
 from conformance.matrix.options import GROUPS
+from conformance.runner import session
 from conformance.spec.layout import Layout
 from impl.train.flags import COMMANDS as TRAININGS
 
@@ -222,6 +227,30 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().err
     assert "link cannot be created: it is a link to nothing; give another --out" in said
     assert "running" not in said
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--precision", "fp8"], ["--layout", "dp2x"], ["--scenario", "sftt"], ["--cells", "*/nothing/*"]]
+)
+def test_a_name_that_does_not_exist_starts_no_process(wrong: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_there", {})
+    monkeypatch.setattr(registry, "_begun", {})
+    assert cli.main(["run", *wrong]) == 2
+    assert (registry._there, registry._begun) == ({}, {})
+
+
+def test_memory_is_checked_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(*_: object) -> NoReturn:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(session, "host_resources_of", lambda out: dataclasses.replace(host_resources_of(out), memory=1))
+    monkeypatch.setattr(prepare, "input_sha256", read)
+    monkeypatch.setattr(prepare, "check_finite", read)
+    assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "parity plan shows the estimates" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
