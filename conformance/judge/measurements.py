@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from conformance.judge.tensor_views import (
 from conformance.judge.tolerance import NOISE_FACTOR, ROUNDING, Key, Measurement
 from conformance.numerics.comparison import finite
 from conformance.oracle.decoder import lora_of, merged
+from conformance.records.record_format import number
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.results.verdict import BARS, BINS, Spread, TokenErrors
 from conformance.spec.layout import Layout
@@ -370,6 +372,9 @@ def errors_after_resume(
                     yield infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
         elif o.when == "handover" and o.kind == "evidence" and resumes:
             yield from _generators(o, before, after, number)
+    if resumes and after.layout.scales_by_histories:
+        stage = next(o.stage for o in observables if o.when == "handover" and o.kind == "tensors")
+        yield from _float8_state(stage, before, after, number)
 
 
 # float32 roundings of W + scale B A, relative to W: the product is summed over the rank, scaled, added and rounded.
@@ -397,6 +402,33 @@ def _bound_of(after: Record, key: str, name: str) -> float:
 
 def _is_merged(after: Record, key: str) -> bool:
     return bool(after.header["loads"] == "merge") and key == "weight"
+
+
+# Of the operands of a linear layer of TransformerEngine, in the order in which it keeps scales and histories.
+_FLOAT8_OPERANDS = {"forward": ("input", "weight", "output"), "backward": ("gradient", "gradient of the input")}
+
+
+def _float8_state(stage: str, before: Record, after: Record, step: int) -> Iterator[Measurement]:
+    """Compares the scales and histories of delayed scaling that TransformerEngine had at the end of the phase before,
+    on each rank, with those that it had until the first update after the resume. No word of the backend counts."""
+    saved: Sequence[Mapping[str, Sequence[Any]]] = before.footer.get("float8_saved", ())
+    began = [evidence.get("float8_began", {}) for evidence in after.footer.get("evidence", ())]
+    nothing: dict[str, Sequence[Any]] = {}
+    for rank, (was, now) in enumerate(zip_longest(saved, began, fillvalue=nothing)):
+        for direction, operands in _FLOAT8_OPERANDS.items():
+            own, reference = now.get(direction, ()), was.get(direction, ())
+            if len(own) != len(reference) or not reference:
+                counts = f"{len(own)} of {len(reference)} {direction} operands"
+                yield infinite(stage, f"float8 scales and histories of {counts} on rank {rank}", step)
+                continue
+            for place, (observed, due) in enumerate(zip(own, reference, strict=True)):
+                layer, operand = divmod(place, len(operands))
+                where = f"of the {operands[operand]} of linear layer {layer + 1} on rank {rank}"
+                for what, part in (("scale", slice(0, 1)), ("history", slice(1, None))):
+                    pairs = [*zip(map(number, observed[part]), map(number, due[part]), strict=False)]
+                    errors = [finite(abs(own - other) / (abs(other) or 1.0)) for own, other in pairs]
+                    error = max(errors, default=math.inf) if len(observed) == len(due) else math.inf
+                    yield Measurement(stage=stage, tensor=f"float8 {what} {where}", step=step, error=error, fixed=0.0)
 
 
 def _generators(observable: Observable, before: Record, after: Record, step: int) -> Iterator[Measurement]:

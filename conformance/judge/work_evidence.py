@@ -59,7 +59,8 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         yield "products in float8 are those of their operands", max(errors) <= FLOAT8_ERROR, where
     if "te" in layout.options and layout.float8:
         kept = Fraction(layers - 2 * ("fp8ends" in layout.options), layers)
-        yield from _te_casts(layout.float8, step.ranks, kept=kept, frozen=linear.frozen, stages=layout.pp)
+        options: dict[str, Any] = {"frozen": linear.frozen, "stages": layout.pp}
+        yield from _te_casts(layout.float8, step.ranks, kept=kept, micro_batches=scenario.accumulation, **options)
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
@@ -93,7 +94,13 @@ CASTS: Mapping[str, set[tuple[str, str, str]]] = {
 
 
 def _te_casts(
-    recipe: str, ranks: Sequence[Mapping[str, Any]], *, kept: Fraction, frozen: bool, stages: int = 1
+    recipe: str,
+    ranks: Sequence[Mapping[str, Any]],
+    *,
+    kept: Fraction,
+    frozen: bool,
+    micro_batches: int,
+    stages: int = 1,
 ) -> Claims:
     """Yields the claims about the operands that TransformerEngine has cast on each rank, which no rounding hides.
 
@@ -120,7 +127,7 @@ def _te_casts(
     other = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[5])
     yield "backward products multiply by the numbers of forward ones", other == 0, f"observed {other} other operands"
     if recipe == "fp8delayed":
-        yield from _delayed_scales(ranks, stages)
+        yield from _delayed_scales(ranks, stages, micro_batches)
     else:
         by_power = recipe == "fp8block"
         powers = [{one: _of_powers(casts, one) for one in OPERANDS} for casts in of_ranks]
@@ -134,7 +141,7 @@ def _te_casts(
     yield f"scales are those {whose}", own == 0, f"observed {own} operands with other scales{where}"
 
 
-def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int) -> Claims:
+def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int, micro_batches: int) -> Claims:
     """Yields the claims about the histories of delayed scaling, from which each scale follows.
 
     Each of the pipeline's stages has its own layers, and so its own scales, by which its ranks are known.
@@ -147,6 +154,11 @@ def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int) -> Claims:
     ratios = [number(ratio) for rank in ranks for ratio in rank.get("float8_scale_ratios") or (math.nan,)]
     where = f"observed {min(ratios):.4g} to {max(ratios):.4g} of what histories prescribe"
     yield "scales follow from the histories", all(abs(ratio - 1) <= SCALE_ERROR for ratio in ratios), where
+    counts = [[rank.get("float8_updates", {}).get(name, 0) for name in ("forward", "backward")] for rank in ranks]
+    # A micro-batch without targets has gradients of zeros, which leave histories as they are.
+    holds = all(forward == micro_batches >= backward > 0 for forward, backward in counts)
+    where = f"requested {micro_batches} forward and at most as many backward, observed {counts} by rank"
+    yield "histories are updated once a micro-batch", holds, where
     amaxes = [[rank.get("float8_amaxes", ()) for rank in of_stage] for of_stage in alike.values()]
     operands = [one for of_stage in amaxes for one in zip(*of_stage, strict=False)]  # what each rank has, and all have
     pairs = [[*zip(*of_ranks, strict=True)] for of_ranks in operands]

@@ -136,12 +136,14 @@ class _Evidence:
     numbers of the forward product, and the number of casts. float8_scales: SHA-256 of their scales, in order.
     float8_scale_ratios: the least and the largest scale that an update gave, in parts of the one that follows from its
     history. float8_amaxes: of the first 512 operands that updates scale the largest magnitude on this rank, and that of
-    all ranks. embedded: where ranks have other tokens, for each lookup of tokens the rows of the embedding on this
-    rank, and the tokens of each row. entered: for each of these lookups, for each token the number of the group of
-    equal rows of what the layers multiply first; empty if it is not known. gathered: where ranks have other tokens,
-    ranks of the group, shape of the input, elements and number of all-gathers in the forward pass. documents: where
-    ranks have other tokens, on the first rank, the tokens of each document of each row of the first micro-batch of each
-    data-parallel rank.
+    all ranks. float8_updates: by direction, how often the history of an operand was updated at most. float8_began:
+    after a resume, by direction, for each operand the scale before the first update, and the history loaded with it.
+    embedded: where ranks have other tokens, for each lookup of tokens the rows of the embedding on this rank, and the
+    tokens of each row. entered: for each of these lookups, for each token the number of the group of equal rows of what
+    the layers multiply first; empty if it is not known. gathered: where ranks have other tokens, ranks of the group,
+    shape of the input, elements and number of all-gathers in the forward pass. documents: where ranks have other
+    tokens, on the first rank, the tokens of each document of each row of the first micro-batch of each data-parallel
+    rank.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
@@ -166,6 +168,8 @@ class _Evidence:
     float8_scales: str = ""
     float8_scale_ratios: tuple[float, ...] = ()
     float8_amaxes: tuple[tuple[float, float], ...] = ()
+    float8_updates: dict[str, Count] = field(default_factory=dict)
+    float8_began: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     embedded: tuple[tuple[Count, tuple[tuple[Count, ...], ...]], ...] = ()
     entered: tuple[tuple[Count, ...], ...] = ()
     gathered: tuple[tuple[tuple[Count, ...], tuple[Count, ...], Count, Count], ...] = ()
@@ -196,7 +200,8 @@ class _Footer:
     memory, host_memory: for each rank, the peak memory of its device and host in bytes; 0 if it is not known. pieces:
     by parameter and region, the ranks that hold the piece. choices: for an oracle of a mixture of experts, the SHA-256
     of the batches with the choices of its routers. reseeded: for each rank, step and name of each random generator
-    whose state after the step does not follow from the state before by drawing.
+    whose state after the step does not follow from the state before by drawing. float8_saved: for each rank, what
+    float8_began has to be after a resume.
     """
 
     steps: Count
@@ -210,6 +215,7 @@ class _Footer:
     choices: str = ""
     later_evidence: tuple[tuple[_Evidence, ...], ...] = ()
     reseeded: tuple[tuple[tuple[StrictInt, str], ...], ...] = ()
+    float8_saved: tuple[dict[str, tuple[tuple[float, ...], ...]], ...] = ()
 
 
 _LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}

@@ -127,6 +127,25 @@ def _can_show(convention: AnyConvention, cell: Cell) -> bool:
     return not convention.unjudged or any(phase.save == "checkpoint" for phase in cell.phases)
 
 
+def _float8_refused(before: Phase, after: Phase) -> str:
+    """Explains why a phase in float8 cannot go on with what another one hands over; empty if it can."""
+    by_te = [phase for phase in (before, after) if "te" in phase.layout.options and phase.layout.float8]
+    if by_te and (before.backend, before.layout) != (after.backend, after.layout):
+        return (
+            "what shares a scale in TransformerEngine's float8 depends on the layout, and the reference has one layout "
+            "for all phases; use one backend and layout, or leave te and float8 out"
+        )
+    if after.layout.scales_by_histories and before.save != "checkpoint":
+        what = "training state" if before.save == "state" else "export"
+        return f"no {what} holds the histories of fp8delayed; hand over a checkpoint, or use fp8tensor"
+    if "fp8delayed" in after.layout.options and not after.layout.scales_by_histories:
+        return (
+            "no checkpoint of torchao holds the histories of fp8delayed, so that a resumed phase would begin without; "
+            "use a cell of one phase, or fp8tensor"
+        )
+    return ""
+
+
 class Refusals:
     """Queries backends. Every adapter is imported only once, also if the import fails."""
 
@@ -161,12 +180,8 @@ class Refusals:
                     what = f"{phase.backend.name} {phase.layout} is expected to differ ({known.link})"
                     reason = f"{what}, which is not modelled where layouts change; use one layout in all phases"
                     return Verdict(state="unsupported", reason=reason)
-        if "te" in after.layout.options and after.layout.float8:
-            reason = "no resume in float8 by TransformerEngine is judged yet"
-            return Verdict(state="unsupported", reason=f"{reason}; use a cell of one phase, or leave te and float8 out")
-        if "fp8delayed" in after.layout.options:
-            reason = "no checkpoint holds the histories of fp8delayed, so that a resumed phase would begin without"
-            return Verdict(state="unsupported", reason=f"{reason}; use a cell of one phase, or fp8tensor")
+        if refused := _float8_refused(before, after):
+            return Verdict(state="unsupported", reason=refused)
         if before.save != "checkpoint" or "supports_checkpoint" not in giver.traits.methods:
             return None
         return _refused_by(

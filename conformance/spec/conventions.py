@@ -291,7 +291,7 @@ class Float8Products(Convention):
             self,
             recipe=layout.float8,
             ends="fp8ends" in layout.options,
-            multiple=math.lcm(self.multiple, layout.tp),
+            multiple=math.lcm(self.multiple * (layout.tp if te and "seqpar" in layout.options else 1), layout.tp),
             data_ranks=layout.data,
             micro_batches=scenario.accumulation,
             tensor_ranks=layout.tp if te else 1,

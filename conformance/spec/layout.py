@@ -367,6 +367,12 @@ class Layout:
         """Returns the recipe of float8 that linear layers multiply by."""
         return next((recipe for recipe in FLOAT8 if recipe in self.options), None)
 
+    @property
+    def scales_by_histories(self) -> bool:
+        """Tells whether TransformerEngine scales by magnitudes of micro-batches before, which a resume has to go on
+        with."""
+        return {"te", "fp8delayed"} <= {*self.options}
+
     def stage(self, default: int | None) -> int | None:
         """Returns the ZeRO stage, of a backend that has the stage ``default`` if a layout names none."""
         return 0 if "ddp" in self.options else default if self.zero is None else self.zero

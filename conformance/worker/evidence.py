@@ -79,6 +79,15 @@ FUNCTIONS = (
 )
 
 
+def float8_state() -> dict[str, list[list[float]]]:
+    """Returns the scales and histories of TransformerEngine's delayed scaling by direction, see DelayedScales.state;
+    empty if this process has none."""
+    module = sys.modules.get(HISTORIES)
+    if module is None or not (delayed := DelayedScales(module.FP8GlobalStateManager)).is_used:
+        return {}
+    return {direction: delayed.state(direction) for direction in ("forward", "backward")}
+
+
 @dataclass(slots=True)
 class _Storage:
     """An observed storage. is_used: it was used as weights are. is_activation: see Watch.held_weights for both."""
@@ -138,7 +147,7 @@ class Watch(InPlaceOfLifting):
         product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
     casts: number of operands of TransformerEngine's products, by operand, what te_cast returns (with delayed scaling
         whether the scale is one that updates gave), and whether a forward product had the same numbers.
-    delayed: see DelayedScales.
+    delayed: see DelayedScales. sequence_parts: ranks that gather parts of the sequence after they have cast them.
     updated: number of elements that TransformerEngine's AdamW has updated, by the dtypes of parameters and of masters.
         Remainders, which complete parameters to masters, are int16.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
@@ -157,9 +166,9 @@ class Watch(InPlaceOfLifting):
         are not used so. Activations do not count: storages that were ever seen as a tensor of three or more dimensions.
     """
 
-    def __init__(self, *, embedding: Embedding | None = None) -> None:
+    def __init__(self, *, embedding: Embedding | None = None, sequence_parts: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.embedding = embedding
+        self.embedding, self._parts = embedding, sequence_parts
         self.embedded: deque[tuple[int, list[list[int]]]] = deque(maxlen=LOOKUPS_KEPT)
         self.entered: deque[list[int]] = deque(maxlen=LOOKUPS_KEPT)
         self._awaited: list[tuple[int, list[int]]] = []  # tokens of lookups that no product has followed, and groups
@@ -262,11 +271,11 @@ class Watch(InPlaceOfLifting):
                 bias = None if rest[_GRADIENT] else rest[_BIAS]  # which is an output in a backward pass
                 with self.reading():
                     error = te_product_error(a, flipped, b, b_flipped, bias, found[0])
-                    self._te_casts(a, flipped, b, b_flipped)
+                    self._te_casts(a, flipped, b, b_flipped, again=phase == "recomputed")
                 self.float8_error = max(self.float8_error, error)
         return found
 
-    def _te_casts(self, a: Any, flipped: bool, b: Any, b_flipped: bool) -> None:
+    def _te_casts(self, a: Any, flipped: bool, b: Any, b_flipped: bool, *, again: bool) -> None:
         """Notes how operands are cast: a weight and an input, a weight and a gradient, or an input and a gradient.
 
         With one scale for a tensor, or for squares of it, the backward pass multiplies by a transposed copy of what the
@@ -280,8 +289,8 @@ class Watch(InPlaceOfLifting):
             is_new = digest not in self._forward_numbers if operand == "weight" and flipped else operand != "weight"
             if self.delayed is not None and self.delayed.is_used:
                 direction = "backward" if operand == "gradient" else "forward"
-                largest = te_largest(x) if is_new and not columns else None
-                own = self.delayed.gave(x._scale_inv, direction, largest=largest)
+                largest = te_largest(x, parts=self._parts) if is_new and not columns else None
+                own = self.delayed.gave(x._scale_inv, direction, largest=largest, again=again)
             if flipped:
                 self._forward_numbers.add(digest)
             same = operand == "gradient" or kind == "rows" or digest in self._forward_numbers
@@ -523,6 +532,7 @@ class Watch(InPlaceOfLifting):
             **({"float8_scale_ratios": self.delayed.ratios} if self.delayed and self.delayed.ratios else {}),
             **({"float8_amaxes": self.delayed.amaxes} if self.delayed and self.delayed.amaxes else {}),
             **({"updated": [[*key, count] for key, count in sorted(self.updated.items())]} if self.updated else {}),
+            **({"float8_updates": self.delayed.updates} if self.delayed and self.delayed.updates else {}),
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],

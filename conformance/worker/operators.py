@@ -213,9 +213,12 @@ def te_cast(x: Any, *, columns: bool) -> tuple[str, str, bool | None, bool]:
     return name, "squares" if x._is_2D_scaled else "rows", powers, bool(((blocks == 0) | (blocks >= end / 2)).all())
 
 
-def te_largest(x: Any) -> Tensor:
-    """Returns the largest magnitude in float8, unscaled, of an operand that TransformerEngine multiplies along rows."""
-    return _te_copy(x, columns=False)[0].float().abs().amax().double()
+def te_largest(x: Any, *, parts: int = 1) -> Tensor:
+    """Returns the largest magnitude in float8, unscaled, of an operand that TransformerEngine multiplies along rows,
+    and those of ``parts`` equal parts of its rows, each of which another rank may have cast."""
+    numbers = _te_copy(x, columns=False)[0].float().abs().double()
+    of_parts = numbers.unflatten(0, (parts, -1)).amax((1, 2)) if not len(numbers) % parts else numbers.new_zeros([0])
+    return torch.cat([numbers.amax()[None], of_parts])
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:
@@ -241,14 +244,27 @@ class DelayedScales:
     ratios: the least and the largest scale after an update, in parts of the one that follows from the history, infinite
     if the history has lost a magnitude, also that of a cast since the last update.
     amaxes: the largest magnitude on this rank, and that of all ranks, of the first operands that an update scales.
+    updates: by direction, the largest number of updates that moved the history of one operand.
+    began: by direction, what ``state`` returned before the first update.
     """
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._before: dict[str, list[Tensor]] = {"forward": [], "backward": []}  # scales before each update
         self._noted: dict[str, Tensor] = {}  # magnitudes since the last update, as of the latest cast
+        self._moved: dict[str, Tensor] = {}  # updates of each operand's history
         self.ratios: list[float] = []
         self.amaxes: list[tuple[float, float]] = []
+        self.began: dict[str, list[list[float]]] = {}
+
+    @property
+    def updates(self) -> dict[str, int]:
+        return {direction: int(moved.max()) for direction, moved in self._moved.items()}
+
+    def state(self, direction: str) -> list[list[float]]:
+        """Returns the scale of each operand, and its history without the micro-batch that has not ended."""
+        histories, scales = self._now(direction)
+        return torch.cat([scales[None], histories[1:]]).T.tolist()
 
     @property
     def is_used(self) -> bool:
@@ -265,27 +281,34 @@ class DelayedScales:
         scales = [one for key in keys for one in self._buffers.global_scale_buffer[key]]
         return torch.cat(histories, 1).double(), torch.cat(scales).double()
 
-    def gave(self, inverse: Tensor, direction: str, *, largest: Tensor | None) -> bool:
+    def gave(self, inverse: Tensor, direction: str, *, largest: Tensor | None, again: bool = False) -> bool:
         """Tells whether 1 / ``inverse`` is the scale of some operand now, whose history holds the magnitude of a cast.
 
-        ``largest``: the largest magnitude in float8 of an operand that was cast now, where larger ones become the end
-        of the format; None of one that was cast earlier in this step, whose scale may be an earlier one.
+        ``largest``: the largest magnitudes in float8 of an operand that was cast now, or of the parts of which this
+        rank has cast one, where larger ones become the end of the format; None of one that was cast earlier in this
+        step, whose scale may be an earlier one. ``again``: it was cast again, to recompute a layer, with the history
+        and the scale of the forward pass, which are replaced by those of now when the layer has ended.
         """
         histories, scales = self._now(direction)
         if largest is None:
             scales = torch.cat([scales, *self._before[direction]])
             return bool(((inverse.double() * scales - 1).abs() < SCALE_ERROR).any())
-        self._noted[direction] = histories[0]
+        if not again:
+            self._noted[direction] = histories[0]
         format = _FORMATS[direction]
         least, most = (
             (histories[0] * scales * (1 + error)).clamp(max=torch.finfo(format).max).float().to(format).double()
             for error in (-SCALE_ERROR, SCALE_ERROR)
         )
-        is_noted = (least <= largest) & (largest <= most)
+        largest = largest.reshape(-1, 1)
+        is_noted = ((least <= largest) & (largest <= most)).any(0)
         return bool((is_noted & ((inverse.double() * scales - 1).abs() < SCALE_ERROR)).any())
 
     def begin_update(self, direction: str) -> None:
         self._history, scales = self._now(direction)
+        known = self.began.setdefault(direction, [])
+        if len(known) < len(scales):  # the operands of another chunk of the model come later
+            known += self.state(direction)[len(known) :]
         self._before[direction].append(scales)
         noted = self._noted.pop(direction, scales[:0]).sort(descending=True).values
         now = self._history[0].sort(descending=True).values  # magnitudes grow, and other layers' are added
@@ -298,6 +321,8 @@ class DelayedScales:
         of_ranks = torch.where(is_left, 0, after[-1])
         largest = torch.cat([history[1:], of_ranks[None]]).amax(0)
         end = torch.finfo(_FORMATS[direction]).max
+        moved = self._moved.get(direction, torch.zeros(0, dtype=torch.int))
+        self._moved[direction] = torch.nn.functional.pad(moved, (0, len(is_left) - len(moved))) + ~is_left.cpu()
         ratios = new / torch.where(is_left, scales, end / largest)
         is_kept = is_left | (after[1:-1] == history[2:]).all(0)
         ratios = torch.where(is_kept & ~self._is_lost, ratios, torch.inf)

@@ -36,7 +36,7 @@ from conformance.spec.objectives import all_observables
 from conformance.spec.observables import LOGPROBS, MOMENTS, POLICY, STATE_KINDS, Observable, Role, StateKind, model_key
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 from conformance.worker.activation_capture import capturing
-from conformance.worker.evidence import Embedding, Watch
+from conformance.worker.evidence import Embedding, Watch, float8_state
 from conformance.worker.rank_state import (
     PeakMemory,
     Replicas,
@@ -249,6 +249,8 @@ class _Observer:
         self.evidence: list[dict[str, Any]] = []  # of each of these steps
         self.generators: dict[str, bytes] = {}  # the states that were seen last
         self.reseeded: list[tuple[int, str]] = []  # step and name of generators that left their stream
+        self.float8_saved: dict[str, list[list[float]]] = {}  # scales and histories at the end, by direction
+        self._parts = layout.tp if "seqpar" in layout.options else 1
         self.continues_unread = False  # the weights after the step before were not read
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
@@ -282,7 +284,7 @@ class _Observer:
         leaks = LeakWatch() if first and self.exact else None
         watching: contextlib.AbstractContextManager[object] = leaks or contextlib.nullcontext()
         if watched:
-            self.watch = Watch(embedding=self.embedding)
+            self.watch = Watch(embedding=self.embedding, sequence_parts=self._parts)
             self.watch.leaks, watching = leaks, self.watch.step()
         trained = {role.name: role for role in self.roles if role.trained}
 
@@ -312,6 +314,8 @@ class _Observer:
         if watched:
             rows = sorted(row for row, t in metrics.rows.get(LOGPROBS.key, {}).items() if t.numel())
             self.evidence.append(self.watch.to_json() | {"step": batch.step, "rows": rows})
+            if first and self.header["optimizer"] == "loaded" and self.watch.delayed:
+                self.evidence[-1]["float8_began"] = self.watch.delayed.began
             if self.embedding and self.rank.rank == 0:
                 firsts = first_documents(batch, dp_size=self.data, accumulation=self.accumulation)
                 self.evidence[-1]["documents"] = firsts
@@ -342,6 +346,7 @@ class _Observer:
         if resumes and not handed:
             tensors |= self._training_state(backend, MOMENTS)
         if handed:
+            self.float8_saved = float8_state()
             tensors |= self._training_state(backend)
             # Without this, generators that a framework seeds at every start would look as if they had been restored.
             seed_generators(self.seed, self.rank.rank, batch.step + 1, ending=True, library=library)
@@ -366,12 +371,14 @@ class _Observer:
         # All ranks take part in this collective, so a footer also proves that all of them reached the end.
         evidence = self.evidence or [Watch().to_json()]
         observed: list[Any] = [None] * self.rank.world_size
-        dist.all_gather_object(observed, (evidence, memory.read(), memory.read_host(), self.reseeded))
+        own_totals = (evidence, memory.read(), memory.read_host(), self.reseeded, self.float8_saved)
+        dist.all_gather_object(observed, own_totals)
         if self.writer:
-            of_ranks, peaks, host_peaks, reseeded = (list(each) for each in zip(*observed, strict=True))
+            of_ranks, peaks, host_peaks, reseeded, saved = (list(each) for each in zip(*observed, strict=True))
             first, *later = map(list, zip(*of_ranks, strict=True))
             found = {"leaks": self.leaks, "evidence": first, "later_evidence": later, "pieces": self.pieces}
-            self.writer.finish({**totals, **found, "memory": peaks, "host_memory": host_peaks, "reseeded": reseeded})
+            found |= {"memory": peaks, "host_memory": host_peaks, "reseeded": reseeded}
+            self.writer.finish({**totals, **found, **({"float8_saved": saved} if any(saved) else {})})
 
     def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
         """Walks ``named_tensors`` on all ranks; returns their recorded parts on rank 0, an empty dict on other ranks.

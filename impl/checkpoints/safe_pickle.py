@@ -1,10 +1,11 @@
 """Checks and reads the pickles of a checkpoint, without running the code that a pickle may name.
 
-Libraries read three kinds of pickles with ``weights_only=False``: ``.pt`` files (DeepSpeed, megatron-core), the
-``.metadata`` of torch.distributed.checkpoint, and in its ``.distcp`` files every value that is not a tensor. An allow
-list checks all of them before a library opens them. This project itself reads with ``weights_only=True``; only
-``.metadata`` is not a file of torch.save and has a separate unpickler. The lists contain only names that honest
-checkpoints need. tests/checkpoints/test_checkpoint_pickles.py plants code in each kind and shows that it is rejected.
+Libraries read four kinds of pickles with ``weights_only=False``: ``.pt`` files (DeepSpeed, megatron-core), the
+``.metadata`` of torch.distributed.checkpoint, in its ``.distcp`` files every value that is not a tensor, and in tensors
+of bytes TransformerEngine's state of float8. An allow list checks all of them before a library opens them. This project
+itself reads with ``weights_only=True``; only ``.metadata`` is not a file of torch.save and has a separate unpickler.
+The lists contain only names that honest checkpoints need. tests/checkpoints/test_checkpoint_pickles.py plants code in
+each kind and shows that it is rejected.
 """
 
 import io
@@ -50,6 +51,19 @@ ALLOWED_IN_TORCH_FILES = {
 }
 
 
+# What TransformerEngine's state of a layer needs, in which recipes are objects.
+ALLOWED_IN_FLOAT8 = {
+    "collections.OrderedDict",
+    "megatron.core.extensions.transformer_engine.TEDelayedScaling",
+    "torch._utils._rebuild_tensor_v2",
+    *(
+        f"transformer_engine.common.recipe.{name}"
+        for name in ("DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MMParams", "QParams")
+    ),
+    "transformer_engine.common.recipe._FormatHelper",
+}
+
+
 def check_pickle(path: Path) -> None:
     """Raises UsageError if a library would read a pickle from this file that names anything outside the allow lists."""
     if path.suffix == ".pt":
@@ -75,6 +89,39 @@ class _Metadata(pickle.Unpickler):
         if (module, name) not in ALLOWED_IN_METADATA:
             raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which no checkpoint needs")
         return super().find_class(module, name)
+
+
+def checked_float8(state: torch.Tensor, source: str) -> torch.Tensor:
+    """Returns the state of a layer in float8, as TransformerEngine stores it: a pickle as bytes (N), which it reads
+    without a check. Raises UsageError if the pickle names anything outside the allow list.
+
+    The pickle is written anew, because tensors in it are pickles as well.
+    """
+    if not state.numel():  # of a layer without float8
+        return state
+    try:
+        found = _Float8(io.BytesIO(state.cpu().numpy().tobytes())).load()
+    except pickle.UnpicklingError as error:
+        raise UsageError(f"{source} is rejected: {one_line(error)}") from None
+    except Exception as error:  # a broken file makes pickle raise any exception
+        raise UsageError(f"{source} is no state of float8: {one_line(error)}; give another checkpoint") from None
+    return torch.frombuffer(bytearray(pickle.dumps(found)), dtype=torch.uint8)
+
+
+class _Float8(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _tensor_in_pickle
+        if f"{module}.{name}" not in ALLOWED_IN_FLOAT8:
+            raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which no state of float8 needs")
+        return super().find_class(module, name)
+
+
+def _tensor_in_pickle(data: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError:  # its message says how to run the code
+        raise pickle.UnpicklingError("a tensor in it names what no tensor needs") from None
 
 
 def _check_values(folder: Path, metadata: Any) -> None:

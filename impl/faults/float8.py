@@ -8,17 +8,19 @@ TransformerEngine what to do.
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from conformance.backends.faults import FaultCells, Function
-from impl.faults.declaration import COARSE, FLOAT32, Faults, sft
+from impl.faults.declaration import COARSE, FLOAT32, Faults, resume, sft
 
 FLOAT8_FAULTS = Faults()
 _OF_TRANSFORMER_ENGINE = "https://github.com/NVIDIA/TransformerEngine"
 # What a layer had before, by its configuration, which is an object of its own and is kept so that no other has its id.
 _earlier: dict[tuple[int, str], tuple[Any, Any]] = {}
+_loaded: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what layers should have loaded
 
 
 def _in_backward() -> bool:
@@ -474,3 +476,84 @@ def te_layer_not_cast(float8_context: Function, config: Any, layer: int = -1, **
 )
 def te_last_layer_in_float8(is_left_out: Function, config: Any, layer: int) -> bool:
     return bool(is_left_out(config, layer)) and layer != config.num_layers - 1
+
+
+# In checkpoints of TransformerEngine's layers, and where they recompute or gather what they have cast.
+
+
+def _resumed(model: str = "llama-even") -> FaultCells:
+    return resume("checkpoint", model=model, megatron="dp2.te.fp8delayed", only=FLOAT32)
+
+
+@FLOAT8_FAULTS.add(
+    summary="checkpoints hold no scales and histories of delayed scaling",
+    source=f"{_OF_TRANSFORMER_ENGINE}/issues/304, where what a layer saves is empty",
+    stage="training state",
+    cells=_resumed(),
+    needs="te, fp8delayed and a checkpoint",
+)
+def te_state_not_saved(layer_state: Function, layer: Any) -> Tensor:
+    return layer_state(layer)[:0]  # type: ignore[no-any-return]
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales and histories that a checkpoint has are loaded, and begin anew",
+    source=f"{_OF_TRANSFORMER_ENGINE}/issues/982, where a resumed training diverges",
+    stage="training state",
+    cells=_resumed(),
+    needs="te, fp8delayed and a checkpoint",
+)
+def te_histories_reset_at_load(load_layer_state: Function, layer: Any, state: Any) -> None:
+    load_layer_state(layer, state)
+    layer.reset_fp8_meta_tensors()
+
+
+@FLOAT8_FAULTS.add(
+    summary="scales follow from empty histories when a checkpoint is loaded, and the histories come afterwards",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/123, where an inverse scale is not that of the scale loaded",
+    stage="training state",
+    cells=_resumed(),
+    needs="te, fp8delayed and a checkpoint",
+)
+def te_scales_of_empty_histories(load_layer_state: Function, layer: Any, state: Any) -> None:
+    load_layer_state(layer, state)
+    for direction in ("scaling_fwd", "scaling_bwd"):
+        if hasattr(found := layer.fp8_meta.get(direction), "scale"):
+            found.scale.fill_(1)
+
+
+@FLOAT8_FAULTS.add(
+    summary="all layers load scales and histories of the first one",
+    source="https://github.com/microsoft/ltp-megatron-lm/pull/29, where parts of a checkpoint have wrong places",
+    stage="training state",
+    cells=_resumed("llama-even-deep"),
+    needs="te, fp8delayed, two layers and a checkpoint",
+)
+def te_state_of_first_layer(load_layer_state: Function, layer: Any, state: Any) -> None:
+    alike = (found for other, found in _loaded.items() if other.weight.shape == layer.weight.shape)
+    load_layer_state(layer, next(alike, state))
+    _loaded[layer] = state
+
+
+@FLOAT8_FAULTS.add(
+    summary="layers that are recomputed note their magnitudes once more, and scale by what came after the forward pass",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/24, without which the two passes have other scales",
+    stage="configuration",
+    cells=_te_cells("fp8delayed.ckpt"),
+    needs="te, fp8delayed and ckpt",
+)
+def te_histories_updated_twice(is_recomputing: Function) -> bool:
+    return False
+
+
+@FLOAT8_FAULTS.add(
+    summary="tensor-parallel ranks cast parts of the sequence by their own magnitudes, and gather them",
+    source=f"{_OF_TRANSFORMER_ENGINE}/pull/1471, whose reduction over tensor-parallel ranks this is",
+    stage="log-probs",
+    cells=sft("sft-packed", "llama-even-deep", megatron="tp2.te.fp8tensor.seqpar", only=FLOAT32),
+    needs="te, fp8tensor and seqpar",
+)
+def te_parts_with_own_scales(part_quantizers: Function, layer: Any, *arguments: Any) -> None:
+    part_quantizers(layer, *arguments)
+    for quantizer in (one for of_pass in layer.quantizers.values() for one in of_pass):
+        quantizer.with_amax_reduction = False

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 VERSIONS = ("0.16", "0.17", "0.18", "0.19")  # of megatron-core; impl.megatron.releases holds their differences
 TRANSFORMER_ENGINE = "transformer_engine.pytorch"
+_TE_LAYER = f"{TRANSFORMER_ENGINE}.module.base:TransformerEngineBaseModule"
+_NORM_AND_LINEAR = f"{TRANSFORMER_ENGINE}.module.layernorm_linear:LayerNormLinear"
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 # How a process has imported megatron-core, by the option of its layouts that decides it.
 _IMPORTED = {
@@ -433,7 +435,11 @@ class MegatronBackend(ReferenceBackend):
         "amax_group": "megatron.core.parallel_state:get_amax_reduction_group",
         "float8_context": "megatron.core.transformer.transformer_block:get_fp8_context",
         "is_left_out": "megatron.core.fp8_utils:is_first_last_bf16_layer",
-        "cached_weight": f"{TRANSFORMER_ENGINE}.module.base:TransformerEngineBaseModule.get_weight_workspace",
+        "layer_state": f"{_TE_LAYER}.get_extra_state",
+        "load_layer_state": f"{_TE_LAYER}.set_extra_state",
+        "is_recomputing": f"{TRANSFORMER_ENGINE}.module.base:in_fp8_activation_recompute_phase",
+        "part_quantizers": f"{_NORM_AND_LINEAR}._customize_quantizers_float8_current_scaling",
+        "cached_weight": f"{_TE_LAYER}.get_weight_workspace",
         "te_product": f"{TRANSFORMER_ENGINE}.module.linear:general_gemm",
         "weights_are_new": "megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",

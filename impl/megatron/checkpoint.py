@@ -27,6 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from conformance.backends.on_cpu import replaced
 from conformance.core.errors import UsageError
 from conformance.core.io import read_json
+from impl.checkpoints.safe_pickle import checked_float8
 from impl.interface.distributed import Group, on_all_ranks, on_first
 from impl.interface.trainable import Writing
 from impl.megatron.model_config import ModelShape
@@ -114,10 +115,20 @@ def load(path: Path, training: Training) -> None:
     with _completed(training.optimizers, keep=contents["updated"]):
         found = dist_checkpointing.load(_state(training, is_loading=True), str(path))
         for number, chunk in enumerate(training.chunks):
-            chunk.load_state_dict(found[f"model{number}"])
+            chunk.load_state_dict(_checked(found[f"model{number}"], path))
         for key, optimizer in zip(OPTIMIZERS, training.optimizers, strict=False):
             optimizer.load_state_dict(found[key])
         training.scheduler.load_state_dict(found["scheduler"])
+
+
+def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the state of a model, after its states of float8 are checked, which TransformerEngine unpickles."""
+    return {
+        name: checked_float8(value, f"{path}, {name},")
+        if name.endswith("_extra_state") and torch.is_tensor(value)
+        else value
+        for name, value in state.items()
+    }
 
 
 class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]

@@ -143,7 +143,7 @@ class MegatronContext(ReferenceContext):
             packed=self.config.packed or layout.sp == 1,  # a single rank: rows end to end, without padding
             shipped="shipped" in layout.options,
             head_stride=layout.stride,
-            multiple=MULTIPLE if layout.float8 else layout.tp if "seqpar" in layout.options else 1,
+            multiple=(MULTIPLE if layout.float8 else 1) * (layout.tp if "seqpar" in layout.options else 1),
         )
         self.ring = RingAttention(parallel_state.get_context_parallel_group(), config)
 

@@ -31,7 +31,7 @@ NEEDED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "fp8delayed": ((2, 1), (8, 9)),
     "fp8block": ((2, 3), (9, 0)),
 }
-BESIDE = {"te", "fp8ends", "overlap"}  # options that cells in float8 may have
+BESIDE = {"te", "fp8ends", "overlap", "ckpt", "seqpar"}  # options that cells in float8 may have
 
 
 def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
@@ -48,6 +48,11 @@ def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str
         return f"beside {recipe} only dp, tp, pp and zero are built into this backend; leave other axes out"
     if others := {*layout.options} - BESIDE - {recipe}:
         return f"{', '.join(sorted(others))} is not built into this backend beside {recipe}; leave it out"
+    if recipe == "fp8block" and "seqpar" in layout.options:
+        return (
+            "beside seqpar TransformerEngine casts each rank's part of the sequence in blocks of its own, which the "
+            "reference does not; leave seqpar out, or use fp8tensor or fp8delayed"
+        )
     cut = {"intermediate_size": shape.ffn, "heads x head_dim": shape.attended}  # shared out among tp ranks
     sizes = {"hidden_size": (shape.hidden, 1), **{name: (size, layout.tp) for name, size in cut.items()}}
     if uneven := [f"{name}={size}" for name, (size, ranks) in sizes.items() if size % (MULTIPLE * ranks)]:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from conformance.core.errors import UsageError
 from impl.checkpoints import manifest
 from impl.checkpoints.manifest import FILE, About, FileEntry, Manifest, digest, file_names, verify
+from impl.checkpoints.safe_pickle import checked_float8
 
 ABOUT = About(
     form="native", backend="fsdp2", layout="dp2", precision="fp32", objective="sft", optimizer="adamw", step=1,
@@ -146,3 +147,34 @@ def test_honest_values_are_not_refused(tmp_path: Path) -> None:
     torch.save({"module": {"weight": torch.ones(2)}, "lr": 0.1}, tmp_path / "state.pt")
     forge(tmp_path)
     verify(tmp_path, ABOUT)
+
+
+@pytest.mark.parametrize("kind", [Planted, Misled])
+def test_no_code_of_a_state_of_float8_runs(tmp_path: Path, kind: type[Planted]) -> None:
+    """TransformerEngine unpickles these bytes; a tensor in them is a pickle of its own."""
+
+    class Hidden:
+        def __reduce__(self) -> Any:
+            torch.save(kind(tmp_path / "planted"), file := io.BytesIO())
+            return torch.storage._load_from_bytes, (file.getvalue(),)
+
+    for found in (kind(tmp_path / "planted"), {"scale_fwd": Hidden()}):
+        state = torch.frombuffer(bytearray(pickle.dumps(found)), dtype=torch.uint8)
+        with pytest.raises(UsageError, match=r"is rejected: (it|a tensor in it) names "):
+            checked_float8(state, "layer 1")
+    with pytest.raises(UsageError, match="layer 1 is rejected: invalid load key"):
+        checked_float8(torch.tensor([1, 2, 3], dtype=torch.uint8), "layer 1")
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_state_of_float8_is_what_it_was() -> None:
+    state: dict[str, Any] = {
+        "scale_fwd": torch.arange(3.0),
+        "amax_history_fwd": torch.rand(4, 3),
+        "extra_fp8_variables": {"num_gemms": 1},
+    }
+    checked = checked_float8(torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8), "")
+    found = pickle.loads(checked.numpy().tobytes())
+    assert found["extra_fp8_variables"] == state["extra_fp8_variables"]
+    assert all(torch.equal(found[name], state[name]) for name in ("scale_fwd", "amax_history_fwd"))
+    assert not checked_float8(torch.empty(0, dtype=torch.uint8), "").numel()

@@ -1,0 +1,218 @@
+"""Claims about TransformerEngine's float8: how each rank casts, scales and multiplies, and goes on after a resume."""
+
+import math
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conformance.judge.measurements import _float8_state
+from conformance.judge.work_evidence import CASTS
+from conformance.judge.work_evidence import _te_casts as te_claims
+from conformance.spec.layout import Float8Recipe
+from impl.megatron.float8 import RECIPES
+
+
+def casts(
+    recipe: str,
+    *,
+    changes: dict[str, str] | None = None,
+    powers: bool | None = None,
+    own: bool = True,
+    same: bool = True,
+    counts: dict[str, int] | None = None,
+) -> Any:
+    """What a rank's evidence says of operands of four products forward and eight backward. ``changes``: a format or a
+    kind of scale, and what is in its place. ``counts``: other numbers of operands."""
+    by_power = recipe == "fp8block" if powers is None else powers
+    numbers = {"input": 8, "weight": 8, "gradient": 8} | (counts or {})
+    found = [[*cast, by_power, own, same, numbers[cast[0]]] for cast in sorted(CASTS[recipe])]
+    return [
+        [(changes or {}).get(value, value) if isinstance(value, str) else value for value in cast] for cast in found
+    ]
+
+
+def mostly_by_powers(recipe: str) -> Any:
+    """Of eight operands of a kind one has another scale."""
+    return [[*cast[:6], 7 if cast[3] else 1] for powers in (False, True) for cast in casts(recipe, powers=powers)]
+
+
+def with_zeros(recipe: str) -> Any:
+    """Of eight gradients six are zero."""
+    found = [[*cast, 2 if cast[0] == "gradient" else count] for *cast, count in casts(recipe)]
+    return [*found, *([*cast[:3], None, *cast[4:-1], 6] for cast in found if cast[0] == "gradient")]
+
+
+# Of a rank with four products forward, and histories of two operands in which another rank had the larger second one.
+UPDATES = {"forward": 3, "backward": 2}  # of three micro-batches, of which one has no targets
+ONE = {
+    "float8_scales": "same",
+    "float8_scale_ratios": [1.0, 1.0],
+    "float8_amaxes": [[3.0, 3.0], [1.0, 2.0]],
+    "float8_updates": UPDATES,
+    "te": 4,
+}
+OTHER = ONE | {"float8_amaxes": [[2.0, 3.0], [2.0, 2.0]]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rank", "wrong"),
+    [
+        *((recipe, {}, set()) for recipe in RECIPES),
+        ("fp8tensor", {"float8_casts": []}, {"operands are cast as the recipe says"}),
+        ("fp8tensor", {"float8_casts": casts("fp8tensor", changes={"e5m2": "e4m3fn"})}, {"operands are cast"}),
+        ("fp8block", {"float8_casts": casts("fp8block", changes={"squares": "rows"})}, {"operands are cast"}),
+        ("fp8tensor", {"float8_casts": casts("fp8tensor", powers=True)}, {"scales are not rounded to powers"}),
+        ("fp8block", {"float8_casts": casts("fp8block", powers=False)}, {"scales are rounded to powers"}),
+        (
+            "fp8tensor",
+            {"float8_casts": mostly_by_powers("fp8tensor")},
+            {"scales are not rounded to powers"},
+        ),
+        *(
+            (recipe, {"float8_casts": with_zeros(recipe)}, set())  # of a micro-batch without targets
+            for recipe in RECIPES
+        ),
+        ("fp8tensor", {"float8_casts": casts("fp8tensor", own=False)}, {"scales are those of the operands"}),
+        *(
+            (recipe, {"float8_casts": casts(recipe, same=False)}, {"backward products multiply by the numbers"})
+            for recipe in RECIPES
+        ),
+        ("fp8delayed", {"float8_casts": casts("fp8delayed", own=False)}, {"scales are those that updates gave"}),
+        ("fp8delayed", {"float8_scales": "other"}, {"ranks scale alike", "histories hold the largest"}),
+        *(
+            ("fp8delayed", {"float8_scale_ratios": ratios}, {"scales follow from the histories"})
+            for ratios in ([0.5, 1.0], [1.0, 1.01], [1.0, math.nan], ["nan", 1.0], [])
+        ),
+        ("fp8delayed", {"float8_scale_ratios": [1 - 2.0**-22, 1 + 2.0**-22]}, set()),
+        *(
+            ("fp8delayed", {"float8_amaxes": amaxes}, {"histories hold the largest magnitudes of all"})
+            for amaxes in ([[3.0, 3.0], [1.0, 1.0]], [[3.0, 3.0], [3.0, 2.0]], [[3.0, 3.0]], [])
+        ),
+        *(
+            ("fp8delayed", {"float8_updates": UPDATES | changes}, {"histories are updated once a micro-batch"})
+            for changes in ({"forward": 6}, {"forward": 2}, {"backward": 6}, {"backward": 0})
+        ),
+        # Gradients of weights, or of inputs, are multiplied in high precision
+        ("fp8tensor", {"float8_casts": casts("fp8tensor", counts={"input": 4, "gradient": 4})}, {"products for grad"}),
+        ("fp8block", {"float8_casts": casts("fp8block", counts={"weight": 4, "gradient": 4})}, {"products for grad"}),
+        ("fp8tensor", {"te": 5}, {"forward products of these layers", "products for grad"}),  # one in high precision
+        # Layers are recomputed, in float8 or not
+        ("fp8block", {"float8_casts": casts("fp8block", counts={"input": 12, "weight": 12}), "again": 4}, set()),
+        ("fp8block", {"again": 4}, {"forward products of these layers"}),
+    ],
+)
+def test_casts_are_those_of_the_recipe(recipe: Float8Recipe, rank: dict[str, Any], wrong: set[str]) -> None:
+    found = broken(recipe, [ONE | {"float8_casts": casts(recipe)} | rank, OTHER | {"float8_casts": casts(recipe)}])
+    due = {claim for claim in found if any(claim.startswith(start) for start in wrong)}
+    if rank.get("float8_casts") != []:  # of which other claims do not hold either
+        assert found == due
+    assert len(due) == len(wrong)
+
+
+def broken(
+    recipe: str,
+    ranks: list[dict[str, Any]],
+    *,
+    kept: Fraction = Fraction(1),
+    frozen: bool = False,
+    stages: int = 1,
+) -> set[str]:
+    claims = te_claims(recipe, ranks, kept=kept, frozen=frozen, stages=stages, micro_batches=3)
+    return {claim for claim, holds, _ in claims if not holds}
+
+
+def test_stages_have_scales_of_their_own() -> None:
+    cast = {"float8_casts": casts("fp8delayed")}
+    first, second = [ONE | cast, OTHER | cast], [one | cast | {"float8_scales": "of 2"} for one in (ONE, OTHER)]
+    assert not broken("fp8delayed", [*first, *second], stages=2)
+    assert broken("fp8delayed", [*first, *second]) == {"ranks scale alike"}
+    assert broken("fp8delayed", [*first, *first], stages=2) == {"ranks scale alike"}
+    assert broken("fp8delayed", [*first, second[0], second[1] | {"float8_scales": "of 3"}], stages=2) == {
+        "ranks scale alike",
+        "histories hold the largest magnitudes of all ranks",
+    }
+    larger = second[0] | {"float8_amaxes": [[3.5, 3.0], [1.0, 2.0]]}
+    assert broken("fp8delayed", [*first, larger, second[1]], stages=2) == {
+        "histories hold the largest magnitudes of all ranks"
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_rank_multiplies_in_float8_itself(recipe: Float8Recipe) -> None:
+    one = ONE | {"float8_casts": casts(recipe), "float8_amaxes": [[3.0, 3.0]]}
+    assert "forward products of these layers are in float8" in broken(recipe, [one, one | {"float8_casts": []}])
+    assert not broken(recipe, [one | {"te": 12}], kept=Fraction(1, 3))  # fp8ends, of three layers
+    assert broken(recipe, [one | {"te": 12}])
+    part = casts(recipe, counts={"input": 4, "gradient": 4})
+    assert not broken(recipe, [one | {"float8_casts": part}], frozen=True)
+
+
+def test_histories_that_were_not_seen_hold_no_claim() -> None:
+    one = {"float8_casts": casts("fp8delayed"), "te": 4}
+    unseen = {
+        "ranks scale alike",
+        "scales follow from the histories",
+        "histories are updated once a micro-batch",
+    }
+    assert broken("fp8delayed", [one]) == {*unseen, "histories hold the largest magnitudes of all ranks"}
+
+
+def of_layers(*, layers: int = 2) -> dict[str, list[list[float]]]:
+    """Scales and histories of three forward operands of each layer and two backward ones, all different."""
+    return {
+        direction: [[1.5 + place, 0.0, 3.0 + place, 0.25 * place] for place in range(count * layers)]
+        for direction, count in (("forward", 3), ("backward", 2))
+    }
+
+
+def changed(direction: str, place: int, number: int, value: float) -> dict[str, list[list[float]]]:
+    found = of_layers()
+    found[direction][place][number] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loaded", "names"),
+    [
+        (of_layers(), ()),
+        ({}, ("float8 scales and histories of 0 of 6 forward operands on rank 1",)),  # it was not saved
+        (of_layers(layers=1), ("float8 scales and histories of 3 of 6 forward operands on rank 1",)),
+        (changed("forward", 4, 0, 5.5 * (1 + 2**-52)), ("float8 scale of the weight of linear layer 2 on rank 1",)),
+        (changed("backward", 0, 2, 0.0), ("float8 history of the gradient of linear layer 1 on rank 1",)),
+        (changed("forward", 0, 3, math.nan), ("float8 history of the input of linear layer 1 on rank 1",)),
+        (changed("forward", 0, 1, 1e-9), ("float8 history of the input of linear layer 1 on rank 1",)),
+        (
+            {name: [[1.0, 0, 0, 0] for _ in values] for name, values in of_layers().items()},  # begun anew
+            (
+                "float8 scale of the input of linear layer 1 on rank 1",
+                "float8 history of the input of linear layer 1 on rank 1",
+            ),
+        ),
+        (
+            {name: values[: len(values) // 2] * 2 for name, values in of_layers().items()},  # of the first layer
+            (
+                "float8 scale of the input of linear layer 2 on rank 1",
+                "float8 history of the input of linear layer 2 on rank 1",
+            ),
+        ),
+        (
+            {name: [values[0][:3], *values[1:]] for name, values in of_layers().items()},  # of another length
+            ("float8 scale of the input of linear layer 1 on rank 1",),
+        ),
+    ],
+)
+def test_a_resume_goes_on_with_scales_and_histories(loaded: dict[str, Any], names: tuple[str, ...]) -> None:
+    before: Any = SimpleNamespace(footer={"float8_saved": [of_layers(), of_layers()]})
+    after: Any = SimpleNamespace(footer={"evidence": [{"float8_began": of_layers()}, {"float8_began": loaded}]})
+    wrong = [one for one in _float8_state("training state", before, after, 2) if one.error]
+    assert bool(wrong) is bool(names)
+    assert [one.tensor for one in wrong[: len(names)]] == [*names]
+    assert {(one.stage, one.step, one.fixed) for one in wrong} <= {("training state", 2, 0.0)}
+
+
+def test_a_state_that_was_not_seen_is_not_equal() -> None:
+    nothing: Any = SimpleNamespace(footer={"evidence": [{}, {}]})
+    assert all(math.isinf(one.error) for one in _float8_state("training state", nothing, nothing, 2))
+    assert [*_float8_state("training state", nothing, nothing, 2)]
