@@ -8,6 +8,7 @@ with verl, TRL and OpenRLHF.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,13 +187,14 @@ def next_values(values: Tensor) -> Tensor:
 
 
 def discounted(numbers: Tensor, *, factors: Tensor) -> Tensor:
-    """Computes S_t = x_t + factors_t S_(t+1): (n,) to (n,)."""
-    sums = torch.empty_like(numbers)
-    following = numbers.new_zeros(())
-    for t in reversed(range(len(numbers))):
-        following = numbers[t] + factors[t] * following
+    """Computes S_t = x_t + factors_t S_(t+1): (n,) to (n,), in NumPy, because torch needs microseconds for a number."""
+    x, by = numbers.numpy(), factors.numpy()
+    sums = np.empty_like(x)
+    following = x.dtype.type(0)
+    for t in reversed(range(len(x))):
+        following = x[t] + by[t] * following
         sums[t] = following
-    return sums
+    return torch.from_numpy(sums)
 
 
 def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
