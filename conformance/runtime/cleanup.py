@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.core.process import open_files, thread_count, threads_called
@@ -62,14 +65,52 @@ SETTLE_S = 2.0  # limit of the wait for threads of destroyed groups, which end w
 _TICK_S = 0.01
 # Importing these takes a second, so they are only imported if the task has used DTensor; else no cache exists.
 _DTENSOR, _CACHES = "torch.distributed.tensor", "torch.distributed.tensor.debug"
+_SHAPES = "_propagate_tensor_meta_non_cached"  # a method of DTensor's ShardingPropagator
 
 
 def freeze() -> None:
     """Exempts all current objects from garbage collection, which makes it faster and lets forked ranks share memory."""
     if _DTENSOR in sys.modules:
         import_module(_CACHES)  # imported here, or else in the first clean-up of every rank
+        keep_shapes()
     gc.collect()
     gc.freeze()
+
+
+def keep_shapes() -> None:
+    """Lets DTensor compute the shape and dtype of an operator's result once in a process, for all tasks.
+
+    DTensor's own caches hold meshes, so they are emptied after each task. Shapes do not depend on meshes. And DTensor
+    makes a fake mode for each operator, which reads the whole stack of Python calls; one mode serves all operators.
+    """
+    propagator: Any = import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
+    if (compute := getattr(propagator, _SHAPES, None)) is None or hasattr(compute, "__wrapped__"):
+        return  # another torch, or it is done already
+    known: dict[Any, Any] = {}
+    modes: list[FakeTensorMode] = []  # made in a rank: making one asks for devices
+
+    def shapes(self: Any, schema: Any) -> Any:
+        if detect_fake_mode() is not None:  # torch.compile has a mode, in which sizes may be symbols
+            return compute(self, schema)
+        key = schema.op, torch.get_default_dtype(), _shape_key(schema.args_schema), _shape_key(schema.kwargs_schema)
+        if key not in known:
+            modes[:] = modes or [FakeTensorMode()]
+            with modes[0]:
+                known[key] = compute(self, schema)
+        return known[key]
+
+    setattr(propagator, _SHAPES, wraps(compute)(shapes))
+
+
+def _shape_key(argument: Any) -> Any:
+    """Returns what the shape and dtype of a result depend on, of an argument of an operator on DTensors."""
+    if hasattr(argument, "tensor_meta"):
+        return argument.tensor_meta
+    if isinstance(argument, dict):
+        return tuple((name, _shape_key(value)) for name, value in sorted(argument.items()))
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_shape_key, argument))
+    return type(argument), argument  # 1, 1.0 and True are equal
 
 
 class Cleaner:

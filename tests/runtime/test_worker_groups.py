@@ -169,6 +169,15 @@ def test_eight_tasks_with_meshes_leak_nothing(run: Runner, caplog: pytest.LogCap
     assert "retired" not in caplog.text
 
 
+def test_dtensor_computes_each_shape_once_in_a_rank_for_meshes_of_all_tasks(run: Runner) -> None:
+    """1 and 1.0 are equal, and give results of different dtypes; so does the default dtype of the exact tier."""
+    tasks = [(1, "float32"), (1.0, "float32"), (1.0, "float64"), (1, "float32"), (1.0, "float32"), (1.0, "float64")]
+    found = [results(run("dtensor_power", key="shapes", exponent=n, dtype=dtype)) for n, dtype in tasks]
+    assert all(rank["equal"] for ranks in found for rank in ranks)
+    computed = [ranks[0]["computed"] for ranks in found]
+    assert computed[0] < computed[1] < computed[2] == computed[3] == computed[4] == computed[5]
+
+
 def test_a_leak_retires_the_worker_group_after_its_task(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
     before = run.pids()
     with caplog.at_level(logging.INFO):

@@ -22,6 +22,7 @@ from conformance.runtime.forkserver import PRIVATE
 
 _remembered: list[str] = []
 _pools: set[str] = set()
+_computed: list[Any] = []
 _kept: list[dist.ProcessGroup | bytearray] = []
 
 
@@ -97,6 +98,29 @@ def tensor_parallel(context: RankContext) -> dict[str, Any]:
     loss = model(torch.ones(2, 4)).square().mean()
     loss.backward()
     return {"pid": os.getpid(), "loss": loss.item()}
+
+
+def dtensor_power(context: RankContext, *, exponent: float, dtype: str) -> dict[str, Any]:
+    """Compute a power of whole numbers on a new mesh, and on none; also returns the shapes computed in this rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator
+    compute = propagator._propagate_tensor_meta_non_cached
+    if not hasattr(compute, "__wrapped__"):
+
+        def counted(*args: Any) -> Any:
+            _computed.append(args)
+            return compute(*args)
+
+        propagator._propagate_tensor_meta_non_cached = counted
+        cleanup.keep_shapes()
+    torch.set_default_dtype(getattr(torch, dtype))
+    whole = torch.ones(2, 3, dtype=torch.int64)
+    result: Any = distribute_tensor(whole, init_device_mesh("cpu", (context.world_size,)), [Shard(0)]) ** exponent
+    found, plain = ([str(power.dtype), *power.shape] for power in (result._spec.tensor_meta, whole**exponent))
+    return {"equal": found == plain, "computed": len(_computed)}
 
 
 def leak_files(context: RankContext) -> None:
