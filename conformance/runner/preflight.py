@@ -127,13 +127,13 @@ def _can_show(convention: AnyConvention, cell: Cell) -> bool:
     return not convention.unjudged or any(phase.save == "checkpoint" for phase in cell.phases)
 
 
-def _float8_refused(before: Phase, after: Phase) -> str:
+def _float8_refused(cell: Cell, before: Phase, after: Phase, giver: Adapter, taker: Adapter) -> str:
     """Explains why a phase in float8 cannot go on with what another one hands over; empty if it can."""
     by_te = [phase for phase in (before, after) if "te" in phase.layout.options and phase.layout.float8]
-    if by_te and (before.backend, before.layout) != (after.backend, after.layout):
+    if by_te and (giver.conventions(cell.scenario, before.layout) != taker.conventions(cell.scenario, after.layout)):
         return (
             "what shares a scale in TransformerEngine's float8 depends on the layout, and the reference has one layout "
-            "for all phases; use one backend and layout, or leave te and float8 out"
+            "for all phases; use layouts with equal ranks and options, or leave te and float8 out"
         )
     if after.layout.scales_by_histories and before.save != "checkpoint":
         what = "training state" if before.save == "state" else "export"
@@ -180,7 +180,7 @@ class Refusals:
                     what = f"{phase.backend.name} {phase.layout} is expected to differ ({known.link})"
                     reason = f"{what}, which is not modelled where layouts change; use one layout in all phases"
                     return Verdict(state="unsupported", reason=reason)
-        if refused := _float8_refused(before, after):
+        if refused := _float8_refused(cell, before, after, giver, taker):
             return Verdict(state="unsupported", reason=refused)
         if before.save != "checkpoint" or "supports_checkpoint" not in giver.traits.methods:
             return None

@@ -10,7 +10,6 @@ Cells with the layout option ``shipped`` keep the known defects of megatron-core
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,9 +18,8 @@ import torch
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
 from conformance.core.errors import UsageError
 from conformance.core.host import resolve
-from conformance.core.packages import check_version, is_installed
+from conformance.core.packages import check_version
 from conformance.models.folders import EMBEDDING, HEAD
-from conformance.runtime.gpu_inventory import gpus_of_host
 from conformance.spec.conventions import (
     Float8Products,
     RoundedMasters,
@@ -40,15 +38,23 @@ from conformance.spec.known_defects import (
 from conformance.spec.layout import OWN_BALANCE, Layout
 from conformance.spec.observables import MULTI_TOKEN
 from conformance.spec.precision import HALF_PRECISIONS, Precision
-from conformance.spec.scenario import LoraConfig, Scenario
+from conformance.spec.scenario import Scenario
 from impl.context_parallel.sequence_sharding import INSTALL, RING_MODULES, available, ring_support
 from impl.engine.adapter import SCHEDULES, SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.interface.trainable import ContextConfig
-from impl.megatron.float8 import MULTIPLE, RECIPES, float8_refused, machine_refused
 from impl.megatron.hf_mapping import all_parameters, is_trained
-from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
+from impl.megatron.model_config import FLOAT8_MULTIPLE, VALUE_HEAD, VOCABULARY_MULTIPLE, read_shape, stages
 from impl.megatron.moe_config import expert_sizes, mixture_support
+from impl.megatron.refusals import (
+    RECIPES,
+    adapters_refused,
+    float8_refused,
+    muon_refused,
+    remainders_refused,
+    sharded_refused,
+    te_refused,
+)
 from impl.models.family_quirks import quirks_in
 from impl.models.support import is_older
 
@@ -197,139 +203,6 @@ _OPTIONS = (
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
 
-def _sharded_support(scenario: Scenario, layout: Layout) -> str:
-    """Explains why Megatron-FSDP cannot run a cell; empty if it can."""
-    if not layout.zero:
-        return "without a ZeRO stage Megatron-FSDP shards nothing; add zero1, zero2 or zero3, or leave mfsdp out"
-    if layout.dp * layout.sp == 1:
-        return (
-            "with one data-parallel rank Megatron-FSDP doubles gradients at every micro-batch "
-            "(https://github.com/NVIDIA/Megatron-LM/issues/6660); use dp2, or leave mfsdp out"
-        )
-    if "overlap" in layout.options:
-        return (
-            "with zero2 and zero3 Megatron-FSDP overlaps by itself; with zero1 and overlap it adds reduced gradients "
-            "to the rank's own (fixed in megatron-core 0.17); leave overlap out"
-        )
-    if layout.pp * layout.ep > 1:
-        return "mfsdp beside pp and ep is not built into this backend; leave mfsdp out"
-    if foreign := {"te", "manual", "dropout"} & set(layout.options):
-        return f"{', '.join(sorted(foreign))} beside mfsdp is not built into this backend; leave one of them out"
-    if scenario.tier.is_loss_scaled:
-        return (
-            "megatron-core unscales the gradient of every parameter, and a rank of Megatron-FSDP has none where it "
-            "owns no part ('NoneType' object has no attribute 'data'); use bf16, or leave mfsdp out"
-        )
-    if scenario.optimizer.frozen or scenario.lora:
-        return (
-            "Megatron-FSDP of megatron-core 0.16 cannot hook a frozen parameter, and frozen ones are not built in for "
-            "later releases; leave mfsdp out"
-        )
-    return ""
-
-
-def _te_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
-    """Whether TransformerEngine's layers can run a cell."""
-    if scenario.tier.is_exact:
-        return Unsupported("TransformerEngine has no float64; use fp32, bf16 or fp16, or leave te out")
-    if shape.mixture or shape.latent or shape.sinks or any(shape.windows):
-        return Unsupported(
-            "te is built in for models without experts, latent attention, sinks and sliding windows; leave te out"
-        )
-    if shape.attention_dropout:
-        return Unsupported("dropout in attention not built in for te; set attention_dropout to 0.0")
-    if layout.sp > 1:
-        return Unsupported(
-            "context parallelism by TransformerEngine is not built in; use sp without te, or te without sp"
-        )
-    if refused := _te_missing("te") or machine_refused(layout):
-        return Unsupported(refused)
-    return Supported()
-
-
-def _te_missing(option: str) -> str:
-    """Explains why this machine cannot run ``option``, which needs TransformerEngine; empty if it can."""
-    if is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.context)
-        return ""
-    if not gpus_of_host():
-        return (
-            f"there is no GPU, and {option} needs one (--device cuda) with TransformerEngine; leave {option} out, or "
-            f"use a machine with a GPU"
-        )
-    return (
-        f"{option} needs TransformerEngine and --device cuda; run: pip install --no-build-isolation "
-        f"'transformer-engine[pytorch]'"
-    )
-
-
-def _remainders_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
-    """Explains why TransformerEngine's AdamW cannot keep masters by their remainders; empty if it can."""
-    if scenario.precision != "bf16":
-        return "remainders complete parameters in bf16 to float32 masters; use bf16, or leave remainders out"
-    if scenario.optimizer.name != "adamw":
-        return "TransformerEngine keeps remainders for AdamW only; use an AdamW scenario, or leave remainders out"
-    if layout.zero != 1:
-        return "Megatron's distributed optimizer keeps remainders, and no other; add zero1, or leave remainders out"
-    if "mfsdp" in layout.options:
-        return "Megatron-FSDP keeps masters of its own; leave mfsdp or remainders out"
-    if scenario.lora or shape.mixture or shape.latent:
-        return "remainders are judged for dense models without adapters only; leave remainders out"
-    if missing := _te_missing("remainders"):
-        return missing
-    if is_older("transformer-engine", 2, 1):
-        return (
-            f"TransformerEngine {version('transformer-engine')} keeps no remainders; run: pip install "
-            f"--no-build-isolation 'transformer-engine[pytorch]>=2.1', or leave remainders out"
-        )
-    return ""
-
-
-def _muon_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
-    """Explains why megatron-core's Muon cannot train in a layout; empty if it can."""
-    optimizer = scenario.optimizer
-    if is_older("megatron-core", 0, 17):
-        return (
-            "the Muon of megatron-core 0.16 fails beside emerging-optimizers 0.2 and newer (missing 1 required "
-            "keyword-only argument: 'nesterov'); use megatron-core 0.17 to 0.19 and emerging-optimizers, for "
-            "Python 3.12 (examples/environments.toml), or fsdp2 for torch's Muon"
-        )
-    if not is_installed("emerging-optimizers"):
-        return (
-            "Muon needs the package emerging-optimizers, for Python 3.12 and triton (examples/environments.toml); run: "
-            "pip install emerging-optimizers, or use fsdp2 for torch's Muon"
-        )
-    if shape.mixture or shape.latent or scenario.lora or optimizer.frozen:
-        return "Muon for experts, latent attention, adapters and frozen parameters is not built in; use fsdp2, or adamw"
-    if not shape.fused and "gate_up_proj" not in optimizer.fused_matrices:
-        return (
-            "megatron-core takes gate and up projections for one matrix (docs/findings/megatron-muon-parts.md); say so "
-            'in the scenario by fused_matrices = ["gate_up_proj"], as sft-muon-fused does, or use fsdp2'
-        )
-    if sum(role.trained for role in scenario.objective.roles) > 1:
-        return "Muon for two models of one training is not built into this backend; use adamw"
-    if scenario.tier.is_loss_scaled:
-        return "megatron-core has Muon without loss scaling only; use bf16, or adamw"
-    if "shipped" in layout.options and (shape.fused or "qkv_proj" in optimizer.fused_matrices):
-        return "parts of fused query, key and value projections are not modelled; leave shipped out"
-    if foreign := {"mfsdp", "te", "overlap"} & set(layout.options):
-        return f"Muon beside {', '.join(sorted(foreign))} is not built into this backend; leave it out, or use adamw"
-    return ""
-
-
-def _adapters_refused(scenario: Scenario, lora: LoraConfig, layout: Layout, shape: ModelShape) -> str:
-    """Explains why the adapters of a cell are not built in; empty if they are."""
-    if shape.mixture or shape.latent or shape.fused or "te" in layout.options:
-        return (
-            "adapters of experts, of latent attention, of projections that Hugging Face fuses, and beside te "
-            "are not built in for megatron; use fsdp2"
-        )
-    if scenario.tier.is_loss_scaled:
-        return "a frozen base has no float32 masters, and fp16 rounds it; use bf16, whose digits published weights have"
-    if lora.names_layers and layout.pp > 1:
-        return "a pipeline stage without an adapter has nothing to train; use targets of all layers, or pp1"
-    return ""
-
-
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
     """Estimates the memory that a model needs on a rank of the largest pipeline stage.
 
@@ -393,7 +266,7 @@ class MegatronBackend(ReferenceBackend):
     conventions: ClassVar = (
         RouterLossByMicroBatch(),
         RouterLossSoFar(),
-        Float8Products(multiple=MULTIPLE, transformer_engine=True),
+        Float8Products(multiple=FLOAT8_MULTIPLE, transformer_engine=True),
     )
     seams: ClassVar[dict[str, str]] = {
         **SHARED_SEAMS,
@@ -465,7 +338,7 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported("modules for multi-token prediction beside stages (pp) are not built in; use pp1")
         if scenario.optimizer.frozen and scenario.tier.is_half:
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
-        if scenario.lora and (refused := _adapters_refused(scenario, scenario.lora, layout, shape)):
+        if scenario.lora and (refused := adapters_refused(scenario, scenario.lora, layout, shape)):
             return Unsupported(refused)
         schedule = scenario.schedule
         if schedule.name == "cosine" and scenario.steps > schedule.total_steps + 1:
@@ -494,9 +367,9 @@ class MegatronBackend(ReferenceBackend):
                 "Megatron's distributed optimizer is ZeRO-1; use zero1, or zero0 to leave it out, or add mfsdp "
                 "(Megatron-FSDP)"
             )
-        if "mfsdp" in layout.options and (refused := _sharded_support(scenario, layout)):
+        if "mfsdp" in layout.options and (refused := sharded_refused(scenario, layout)):
             return Unsupported(refused)
-        if scenario.optimizer.name == "muon" and (refused := _muon_support(scenario, layout, shape)):
+        if scenario.optimizer.name == "muon" and (refused := muon_refused(scenario, layout, shape)):
             return Unsupported(refused)
         if layout.zero and scenario.optimizer.name == "sgd":
             return Unsupported("Megatron's distributed optimizer supports AdamW only; use zero0, or an AdamW scenario")
@@ -505,12 +378,12 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported(f"the objective {kind} runs models without dropout; leave dropout out")
         if "dropout" in layout.options and "te" in layout.options:
             return Unsupported("dropout is not built in for te; leave te or dropout out")
-        if "remainders" in layout.options and (refused := _remainders_refused(scenario, layout, shape)):
+        if "remainders" in layout.options and (refused := remainders_refused(scenario, layout, shape)):
             return Unsupported(refused)
         if refused := float8_refused(scenario, layout, shape):
             return Unsupported(refused)
-        if "te" in layout.options and isinstance(lacking := _te_support(scenario, layout, shape), Unsupported):
-            return lacking
+        if "te" in layout.options and (refused := te_refused(scenario, layout, shape)):
+            return Unsupported(refused)
         if "varlen" in layout.options and layout.vpp > 1:
             return Unsupported(
                 "interleaved pipeline stages may swap the lengths that they send to each other "

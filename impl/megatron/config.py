@@ -12,10 +12,12 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from conformance.spec.layout import Layout
 from conformance.spec.precision import BF16, F16
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.optimizers import updates_in_one_kernel
 from impl.interface.trainable import ContextConfig, code_that_ran
+from impl.megatron.refusals import RECIPES
 from impl.megatron.releases import dtypes_of_buffers
 
 # Megatron-FSDP's names of the ZeRO stages.
@@ -239,4 +241,29 @@ def resolved_optimizer(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> d
         ),
         "overlaps_reduction": reduction.overlap_grad_reduce,
         "overlaps_gathering": reduction.overlap_param_gather,
+    }
+
+
+HISTORY = 4  # micro-batches whose largest magnitude is the scale of the next, with fp8delayed
+
+
+def float8_settings(layout: Layout) -> dict[str, Any]:
+    """Returns the fields of megatron-core's configuration for the recipe of a layout; none without."""
+    if layout.float8 is None:
+        return {}
+    number_format, recipe = RECIPES[layout.float8]
+    return {
+        "fp8": number_format,
+        "fp8_recipe": recipe,
+        "fp8_margin": 0,
+        "fp8_amax_history_len": HISTORY,
+        "fp8_amax_compute_algo": "max",
+        "fp8_wgrad": True,
+        "fp8_param": False,
+        "fp8_dot_product_attention": False,
+        "fp8_multi_head_attention": False,
+        "tp_only_amax_red": False,
+        "first_last_layers_bf16": "fp8ends" in layout.options,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
     }

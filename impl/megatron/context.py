@@ -27,8 +27,8 @@ from impl.context_parallel.ring_attention import RingAttention, RingConfig, ring
 from impl.engine.adapter import ReferenceContext
 from impl.interface.trainable import ContextConfig
 from impl.megatron.device_placement import placed
-from impl.megatron.float8 import MULTIPLE
 from impl.megatron.model import MegatronModel
+from impl.megatron.model_config import FLOAT8_MULTIPLE
 from impl.megatron.moe_config import expert_sizes
 from impl.megatron.router import forget as forget_routers
 
@@ -143,7 +143,7 @@ class MegatronContext(ReferenceContext):
             packed=self.config.packed or layout.sp == 1,  # a single rank: rows end to end, without padding
             shipped="shipped" in layout.options,
             head_stride=layout.stride,
-            multiple=(MULTIPLE if layout.float8 else 1) * (layout.tp if "seqpar" in layout.options else 1),
+            multiple=(FLOAT8_MULTIPLE if layout.float8 else 1) * (layout.tp if "seqpar" in layout.options else 1),
         )
         self.ring = RingAttention(parallel_state.get_context_parallel_group(), config)
 

@@ -213,6 +213,7 @@ LACKING = {
 HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
+FLOAT8_MULTIPLE = 16  # of the sizes of matrices that TransformerEngine multiplies in float8, tokens among them
 _SIZES = ("attention_factor", "mscale", "mscale_all_dim")  # keys that scale cos and sin under yarn
 _DROPOUTS = ("embd_pdrop", "resid_pdrop")
 VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head

@@ -68,7 +68,7 @@ def test_delayed_scaling(delayed: Session) -> None:
         assert verdict.first_stage == catalogue()[name].stage, verdict.reason
     resumed = delayed.run(cell_of("fsdp2", "sft-warmup", "llama", "dp2.fp8delayed", "exact")).verdict
     assert resumed.state == "unsupported"
-    assert "no checkpoint holds the histories of fp8delayed" in resumed.reason
+    assert "no checkpoint of torchao holds the histories of fp8delayed" in resumed.reason
 
 
 @pytest.mark.slow

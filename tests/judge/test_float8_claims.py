@@ -11,7 +11,7 @@ from conformance.judge.measurements import _float8_state
 from conformance.judge.work_evidence import CASTS
 from conformance.judge.work_evidence import _te_casts as te_claims
 from conformance.spec.layout import Float8Recipe
-from impl.megatron.float8 import RECIPES
+from impl.megatron.refusals import RECIPES
 
 
 def casts(

@@ -118,7 +118,7 @@ def test_tables_that_name_a_backend_hold_cells_that_it_supports(
     monkeypatch: pytest.MonkeyPatch, profile: str, backend: str
 ) -> None:
     """On a machine that has what the profile is for, such as TransformerEngine and the newest torch."""
-    monkeypatch.setattr("impl.megatron.adapter.is_installed", lambda package: True)
+    monkeypatch.setattr("impl.megatron.refusals.is_installed", lambda package: True)
     monkeypatch.setattr("impl.fsdp2.adapter.is_older", lambda *version: False)
     mine = [cell for cell in cells_of_named_tables(profile) if backend in {phase.backend.name for phase in cell.phases}]
     assert mine

@@ -32,9 +32,9 @@ from conformance.spec.scenario import load_scenario
 from conformance.worker.evidence import HISTORIES
 from impl.faults.declaration import with_program, with_resume
 from impl.faults.float8 import FLOAT8_FAULTS
-from impl.megatron import float8
-from impl.megatron.float8 import RECIPES, float8_refused
+from impl.megatron import refusals
 from impl.megatron.model_config import read_shape, stages
+from impl.megatron.refusals import RECIPES, float8_refused
 
 GPUS = torch.cuda.device_count()
 NAMES = [fault.name for fault in FLOAT8_FAULTS if "megatron" in fault.cells.layouts]
@@ -136,7 +136,7 @@ def test_machines_without_float8_are_refused_before_a_process_starts(
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {release}\n")
     monkeypatch.syspath_prepend(tmp_path)
     gpus = [Gpu(uuid=f"GPU-{n}", name=f"GPU{n}", capability=one) for n, one in enumerate(capabilities)]
-    monkeypatch.setattr(float8, "installed_gpus", lambda: gpus)
+    monkeypatch.setattr(refusals, "installed_gpus", lambda: gpus)
     monkeypatch.setattr(gpu_inventory, "installed_gpus", lambda: gpus)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -160,8 +160,11 @@ def test_machines_without_float8_are_refused_before_a_process_starts(
         (
             "dp2.te.fp8delayed-to-tp2.te.fp8delayed",
             "checkpoint",
-            "one layout for all phases; use one backend and layout",
+            "one layout for all phases; use layouts with equal ranks",
         ),
+        ("dp2.te.fp8delayed-to-dp2.te.fp8delayed.ckpt", "checkpoint", ""),
+        ("dp2.te.fp8tensor-to-dp2.zero1.te.fp8tensor", "state", ""),
+        ("tp2.te.fp8delayed-to-tp2.te.fp8delayed.seqpar", "checkpoint", "depends on the layout"),
         ("dp2.te-to-dp2.te.fp8tensor", "checkpoint", "depends on the layout, .*leave te and float8 out"),
         ("dp2.te.fp8tensor-to-dp2.te", "checkpoint", "depends on the layout"),
     ],

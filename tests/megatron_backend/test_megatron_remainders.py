@@ -29,7 +29,7 @@ from conformance.spec.precision import PrecisionName
 from conformance.worker.evidence import FUSED_ADAM, Watch
 from impl.faults.declaration import with_program
 from impl.faults.rounding import REMAINDER_FAULTS
-from impl.megatron import adapter as startup
+from impl.megatron import refusals
 
 KEPT = "dp2.zero1.remainders"
 GPUS = torch.cuda.device_count()
@@ -77,12 +77,12 @@ def test_what_has_no_remainders_says_what_would_work(
 
 def refusal(monkeypatch: pytest.MonkeyPatch, *, gpus: tuple[str, ...], release: str) -> str:
     """``release``: of TransformerEngine; empty if it is not installed."""
-    monkeypatch.setattr(startup, "gpus_of_host", lambda: gpus)
-    monkeypatch.setattr(startup, "version", lambda _: release)
-    installed, older = startup.is_installed, startup.is_older
-    monkeypatch.setattr(startup, "is_installed", lambda n: bool(release) if "engine" in n else installed(n))
+    monkeypatch.setattr(refusals, "gpus_of_host", lambda: gpus)
+    monkeypatch.setattr(refusals, "version", lambda _: release)
+    installed, older = refusals.is_installed, refusals.is_older
+    monkeypatch.setattr(refusals, "is_installed", lambda n: bool(release) if "engine" in n else installed(n))
     own = tuple(map(int, release.split("."))) if release else ()
-    monkeypatch.setattr(startup, "is_older", lambda n, *least: own < least if "engine" in n else older(n, *least))
+    monkeypatch.setattr(refusals, "is_older", lambda n, *least: own < least if "engine" in n else older(n, *least))
     cell = cell_of("megatron", "sft-packed", "llama", KEPT, "bf16")
     return getattr(BACKENDS["megatron"].load().supports(cell.scenario, cell.phases[0].layout), "reason", "")
 

@@ -34,6 +34,7 @@ from conformance.worker.evidence import TRANSFORMER_ENGINE, Watch
 from conformance.worker.phase import run_phase
 from impl.interface.trainable import ContextConfig
 from impl.megatron import adapter as startup
+from impl.megatron import refusals
 from impl.megatron.adapter import MegatronBackend, megatron_context
 from impl.megatron.hf_mapping import FUSED
 
@@ -71,8 +72,8 @@ def test_what_transformer_engine_cannot_do_says_what_would_work(
 def test_an_installation_is_advised_only_where_there_is_a_gpu(
     gpus: tuple[str, ...], advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "gpus_of_host", lambda: gpus)
-    monkeypatch.setattr(startup, "is_installed", lambda name: name != "transformer-engine" and is_installed(name))
+    monkeypatch.setattr(refusals, "gpus_of_host", lambda: gpus)
+    monkeypatch.setattr(refusals, "is_installed", lambda name: name != "transformer-engine" and is_installed(name))
     cell = cell_of("megatron", "sft-packed", "llama", "dp2.te", "bf16")
     answer = BACKENDS["megatron"].load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported)
