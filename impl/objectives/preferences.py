@@ -2,7 +2,7 @@
 
 A micro-batch holds whole pairs.
 
-The oracle's functions were written independently (conformance/oracle/preferences.py).
+The oracle's functions were written independently (conformance/oracle/objectives.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from conformance.core.host import FIXTURES
 from conformance.judge.rebuilt import UNCHANGED, rebuilt_updates
-from conformance.judge.side_by_side.distances import compare_lines
+from conformance.judge.side_by_side import compare_lines
 from conformance.numerics.sketch import kept, sampled
 from conformance.oracle.optimizer import LARGEST, MARGIN, LossScale
 from conformance.oracle.run import POLICIES

@@ -12,7 +12,7 @@ from output_tasks import example, plain_statistics, with_ties
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.oracle.preferences import DistillationFunctions
+from conformance.oracle.objectives import DistillationFunctions
 from conformance.runtime import Pool
 from conformance.spec.batch import Document
 from conformance.spec.offline import Distillation

@@ -26,8 +26,8 @@ from conformance.judge.tensor_views import StepViews
 from conformance.judge.tolerance import Measurement
 from conformance.judge.verdict import judge, judge_folders
 from conformance.oracle.loss_terms import Term, importance
+from conformance.oracle.objectives import DistillationFunctions, PreferenceFunctions
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions
-from conformance.oracle.preferences import DistillationFunctions, PreferenceFunctions
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import NO_FAULT

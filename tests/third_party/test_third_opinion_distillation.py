@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from conformance.oracle.objectives import DistillationFunctions as Oracle
 from conformance.oracle.objectives import functions_of as oracle_of
-from conformance.oracle.preferences import DistillationFunctions as Oracle
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.offline import Dft, Distillation
 from impl.interface.micro_batches import Outputs, collate

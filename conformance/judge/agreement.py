@@ -6,14 +6,18 @@ oracle, look at the backend. If several backends do, look at the oracle, the sce
 share.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from conformance.judge.side_by_side.distances import Pair
+from conformance.results.run_results import Entry
 from conformance.results.side_by_side import Columns, Difference, GroupState, Member
+from conformance.spec.conventions import of_oracle
+from conformance.spec.observables import AGAINST_REBUILT, Observable
 
 ORACLE = -1  # the oracle's number among the members
+MemberPair = tuple[int, int]  # numbers of two members
 LAYOUTS_LISTED = 4  # most layouts of one backend that a sentence names
 
 Families = tuple[tuple[int, ...], ...]
@@ -35,9 +39,52 @@ class Agreement:
     families: dict[str, Families]
 
 
+def declared(entry: Entry) -> tuple[str, ...]:
+    """Returns the names of the conventions of the oracle that judged the cell: those that show, or if it differs,
+    all."""
+    names = [str(one) for one in of_oracle(entry.conventions)]
+    shown = names if entry.verdict.state == "differs" else entry.verdict.conventions
+    return tuple(name for name in names if name in shown)
+
+
+def member(entry: Entry, records: Sequence[str], problem: str, against: Mapping[str, Difference] | None) -> Member:
+    """Describes a member. against: its differences from the oracle, if one with conventions judged it."""
+    found: dict[str, list[Difference]] = defaultdict(list)
+    for q in entry.verdict.quantities:
+        if column := column_of(entry.observables, q.stage, q.tensor):
+            one = Difference(column=column, observed=q.observed, allowed=q.allowed, tensor=q.tensor, step=q.step)
+            found[column].append(one)
+    worst = {
+        column: replace(
+            max(differences, key=lambda one: one.ratio),
+            since=min((one.step for one in differences if one.ratio > 1), default=None),
+        )
+        for column, differences in found.items()
+    }
+    return Member(
+        cell=entry.cell,
+        state=entry.verdict.state,
+        records=tuple(records),
+        problem=problem,
+        oracle=worst if against is None else against,
+        conventions=declared(entry),
+    )
+
+
+def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str | None:
+    """Returns the column of a judged quantity; None for settings and for quantities compared within one cell."""
+    if tensor.endswith(AGAINST_REBUILT):
+        return None
+    for observable in observables:
+        shown = observable.kind == "tensors" or tensor == observable.key
+        if observable.column and observable.stage == stage and shown:
+            return observable.column
+    return None
+
+
 def agreement(
     members: Sequence[Member],
-    pairs: Mapping[Pair, Columns],
+    pairs: Mapping[MemberPair, Columns],
     columns: Sequence[str],
     *,
     elsewhere: Sequence[str],
@@ -64,7 +111,7 @@ def agreement(
 class _Table:
     """Holds the members, the columns, and the differences between members and from the oracle."""
 
-    def __init__(self, members: Sequence[Member], pairs: Mapping[Pair, Columns], columns: Sequence[str]) -> None:
+    def __init__(self, members: Sequence[Member], pairs: Mapping[MemberPair, Columns], columns: Sequence[str]) -> None:
         self.members, self._pairs, self.columns = members, pairs, columns
 
     def nodes(self, column: str) -> list[int]:
@@ -76,7 +123,7 @@ class _Table:
         a, b = min(a, b), max(a, b)
         return (self.members[b].oracle if a == ORACLE else self._pairs[a, b]).get(column)
 
-    def pairs_outside(self, column: str, among: Sequence[int] | None = None) -> list[Pair]:
+    def pairs_outside(self, column: str, among: Sequence[int] | None = None) -> list[MemberPair]:
         """Returns the pairs (of all nodes, or of those in ``among``) that exceed their tolerance, the worst first."""
         pairs = combinations(self.nodes(column) if among is None else among, 2)
         found = [(d.ratio, pair) for pair in pairs if (d := self.difference(*pair, column)) and not d.ratio <= 1]
@@ -112,7 +159,7 @@ class _Table:
             return ""
         return _conventions(member.conventions)
 
-    def is_expected(self, pair: Pair) -> bool:
+    def is_expected(self, pair: MemberPair) -> bool:
         """Whether one of the two members is expected to differ from the other."""
         return any(n != ORACLE and self.cause(n) for n in pair)
 
@@ -247,7 +294,7 @@ def _distance_to_oracle(table: _Table, members: Sequence[int], column: str) -> s
     return _largest_distance(table, [(ORACLE, number) for number in members], column)
 
 
-def _largest_distance(table: _Table, pairs: Iterable[Pair], column: str) -> str:
+def _largest_distance(table: _Table, pairs: Iterable[MemberPair], column: str) -> str:
     return f"{max((d.observed for pair in pairs if (d := table.difference(*pair, column))), default=0.0):.1e}"
 
 

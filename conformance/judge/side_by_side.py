@@ -3,34 +3,44 @@
 Reads the verdicts and records of a run and writes ``side_by_side.json`` (conformance.results.side_by_side). Needs no
 GPU, no backend and no workers. A cell without a complete record is listed with the reason, and is left out of the
 comparisons that need the missing part.
+
+Compared are losses, unclipped gradients, norms and updates. Every distance is relative to the norm of the oracle's
+tensor; the oracle is not used otherwise, so two records that are wrong in the same way agree. With one unit for all
+pairs, the distance is symmetric and obeys the triangle inequality: two records are never further apart than the sum of
+their errors against the oracle. So the bound of a pair is twice the bound of a cell (docs/explanations/tolerances.md).
 """
 
+import contextlib
+import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from conformance.core.errors import UsageError
 from conformance.core.process import map_in_forks
+from conformance.judge.agreement import ORACLE, MemberPair, agreement, declared, member
 from conformance.judge.cells import one_thread
-from conformance.judge.side_by_side.agreement import ORACLE, agreement
-from conformance.judge.side_by_side.distances import Bounds, column_of, compare_lines, compare_tensors
-from conformance.records.record_format import Line, Lines, RecordError, read_lines
-from conformance.records.step_tensors import Record, read_record
+from conformance.judge.tensor_views import Lazy, StepViews, Tensors, TensorView, floor_of_tensors
+from conformance.records.record_format import Line, Lines, RecordError, number, read_lines
+from conformance.records.step_tensors import Record, StepRecord, read_record
 from conformance.results.run_results import Entry, inside, read_run
-from conformance.results.side_by_side import Difference, Group, Member, Pair, read_groups, write_groups
+from conformance.results.side_by_side import Difference, Group, Pair, read_groups, write_groups
 from conformance.results.trust import check_cell, check_oracle
 from conformance.results.verdict import NOT_SEEN
-from conformance.spec.conventions import of_oracle
 from conformance.spec.known_defects import defects_of
-from conformance.spec.observables import Observable, columns
+from conformance.spec.observables import Observable, columns, is_unread
 from conformance.spec.precision import FLOAT64
 
 # The differences of two records by column; a record is named by its cell and the digests of its phases. A record alone
 # has its differences from the oracle, if it was judged by an oracle with conventions.
 Compared = dict[frozenset[tuple[str, ...]], dict[str, Difference]]
+Bounds = Mapping[tuple[str, str, int], float]
 PER_FORK = 50  # cells whose comparison takes as long as the start of some processes
 NOT_KEPT = "only its scalars were compared with some others, because its tensors were not kept (--keep all keeps them)"
 
@@ -103,7 +113,7 @@ def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) ->
     }  # those without conventions have the same bounds, because these depend only on the scenario and its precision
     pairs = _compared(entries, observed, reference, bounds, earlier)
     members = [
-        _member(entry, one, pairs.get((ORACLE, number), {}) if _declared(entry) else None)
+        member(entry, one.digests, one.problem, pairs.get((ORACLE, number), {}) if declared(entry) else None)
         for number, (entry, one) in enumerate(zip(entries, observed, strict=True))
     ]
     found = agreement(members, pairs, shown, elsewhere=[entry.verdict.first_stage for entry in entries])
@@ -129,7 +139,7 @@ def _compared(
 
     If oracles with conventions judged some members, all are also compared with the oracle without them.
     """
-    against = [reference] if any(_declared(entry) for entry in entries) else []
+    against = [reference] if any(declared(entry) for entry in entries) else []
     compared = [(number, one) for number, one in enumerate([*against, *observed], start=-len(against)) if one.lines]
     numbers, lines = [number for number, _ in compared], [one.lines for _, one in compared]
     observables = reference.observables or entries[0].observables
@@ -146,7 +156,7 @@ def _compared(
             keys = frozenset((entries[number].cell, *observed[number].digests) for number in members)
             if known := earlier.get(keys):
                 worst |= {column: difference for column, difference in known.items() if column not in worst}
-            elif len(members) > 1 or _declared(entries[slim[0]]):
+            elif len(members) > 1 or declared(entries[slim[0]]):
                 observed[slim[0]] = replace(observed[slim[0]], problem=NOT_KEPT)
     return pairs
 
@@ -207,33 +217,151 @@ def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None],
         return replace(observed, problem=problem)
 
 
-def _declared(entry: Entry) -> tuple[str, ...]:
-    """Returns the names of the conventions of the oracle that judged the cell: those that show, or if it differs,
-    all."""
-    declared = [str(one) for one in of_oracle(entry.conventions)]
-    shown = declared if entry.verdict.state == "differs" else entry.verdict.conventions
-    return tuple(name for name in declared if name in shown)
+def compare_lines(
+    members: Sequence[Sequence[Line]], oracle: Sequence[Line], *, observables: Sequence[Observable], bounds: Bounds
+) -> dict[MemberPair, dict[str, Difference]]:
+    """Compares the scalars of every two members. Returns the worst difference by pair and column.
+
+    members: the step lines of each member. bounds: the bound of a cell against the oracle by (stage, tensor, step).
+    """
+    found = {o.column: _Worst(len(members)) for o in observables if o.column and o.kind == "scalar"}
+    for o in observables:
+        if o.column not in found or o.kind != "scalar":
+            continue
+        for step, reference in enumerate(oracle):
+            if o.lost_if and number(reference["values"][o.lost_if]):
+                continue
+            lines = [steps[step] if step < len(steps) else {} for steps in members]
+            values = [line.get("values", {}).get(o.key) for line in lines]
+            scalars = [None if value is None else torch.tensor(number(value), dtype=torch.float64) for value in values]
+            allowed = 2 * bounds.get((o.stage, o.key, step), 0.0)
+            unit = abs(number(reference["values"][o.scale or o.key]))
+            distances = _pairwise_distances(scalars, unit=unit)
+            found[o.column].update(distances, allowed=allowed, tensor=o.key, step=step)
+        for index, steps in enumerate(members):
+            if all(line.get("values", {}).get(o.key) is None for line in steps):  # a backend may report no norm
+                found[o.column].leave_out(index)
+    return _by_pair(found)
 
 
-def _member(entry: Entry, observed: _Observed, against: Mapping[str, Difference] | None) -> Member:
-    """Describes a member. against: its differences from the oracle, if one with conventions judged it."""
-    found: dict[str, list[Difference]] = defaultdict(list)
-    for q in entry.verdict.quantities:
-        if column := column_of(entry.observables, q.stage, q.tensor):
-            one = Difference(column=column, observed=q.observed, allowed=q.allowed, tensor=q.tensor, step=q.step)
-            found[column].append(one)
-    worst = {
-        column: replace(
-            max(differences, key=lambda one: one.ratio),
-            since=min((one.step for one in differences if one.ratio > 1), default=None),
+def compare_tensors(
+    members: Sequence[Sequence[Record]], oracle: Record, *, bounds: Bounds
+) -> dict[MemberPair, dict[str, Difference]]:
+    """Compares the tensors of every two members. Returns the worst difference by pair and column.
+
+    members: the records of the phases of each member. bounds: as in ``compare_lines``. One tensor of each member is in
+    memory at a time.
+    """
+    shown = [o for o in oracle.observables if o.column and o.kind == "tensors"]
+    found = {o.column: _Worst(len(members)) for o in shown}
+    start = StepViews(oracle.loaded.tensors())
+    steps = [{step.step: step for phase in phases for step in phase.steps} for phases in members]
+    with _open_files(phases[0].loaded for phases in members) as starts:
+        for reference in oracle.steps:
+            expected, at = StepViews(reference.tensors()), reference.step
+            with _open_files(own.get(at) for own in steps) as files:
+                for o in shown:
+                    if not o.applies(at) or any(own.get(at) and is_unread(o.key, own[at].line) for own in steps):
+                        continue
+                    views = [expected[o.key], *(_view(file, o.key) for file in files)]
+                    if o.change:
+                        before = [start[o.key], *(_view(file, o.key) for file in starts)]
+                        views = list(map(TensorView.since, views, before))
+                    reference_tensors, *own = (view.tensors for view in views)
+                    for name, unit in _units(reference_tensors, own):
+                        allowed = 2 * bounds.get((o.stage, name, at), 0.0)
+                        distances = _pairwise_distances([tensors.get(name) for tensors in own], unit=unit)
+                        found[o.column].update(distances, allowed=allowed, tensor=name, step=at)
+    return _by_pair(found)
+
+
+@contextlib.contextmanager
+def _open_files(steps: Iterable[StepRecord | None]) -> Iterator[list[Any]]:
+    """Opens the file of one step of each member; None for a member that did not record this step."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(step.open()) if step else None for step in steps]
+
+
+def _view(file: Any, key: str) -> TensorView:
+    """Views the tensors of an observable in an open file. They are read on demand."""
+    paths = file.keys() if file else ()
+    names = sorted(path.removeprefix(f"{key}/") for path in paths if path.startswith(f"{key}/"))
+    return TensorView(tensors=Lazy(names, lambda name: file.get_tensor(f"{key}/{name}")))
+
+
+def _units(reference: Tensors, members: Sequence[Tensors]) -> list[tuple[str, float]]:
+    """Returns the name of each tensor that the oracle or a member has, and the norm that its errors are relative to."""
+    floor = floor_of_tensors(reference)
+    names = {name: None for tensors in members for name in tensors}
+    norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
+    return [(name, max(norms.get(name, 0.0), floor)) for name in {**norms, **names}]
+
+
+def _pairwise_distances(tensors: Sequence[torch.Tensor | None], *, unit: float) -> torch.Tensor:
+    """Returns ||x_i - x_j|| / unit for all i, j: float64 (members, members).
+
+    Infinite if only one of the two members has the tensor, if shapes differ, or if a number is not finite. -1 if
+    neither of the two has the tensor.
+    """
+    matrix = torch.full((len(tensors), len(tensors)), math.inf, dtype=torch.float64)
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
+    for shape in set(shapes):
+        same_shape = torch.tensor([i for i, other in enumerate(shapes) if other == shape])
+        values = [t.double().flatten() for i in same_shape if (t := tensors[i]) is not None]
+        if values:  # cdist's faster algorithm, by matrix products, loses distances below 1e-8
+            stacked = torch.stack(values)
+            distances = torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist") / (unit or 1.0)
+        else:
+            distances = torch.full((len(same_shape), len(same_shape)), -1.0, dtype=torch.float64)
+        matrix[same_shape[:, None], same_shape] = distances
+    return matrix.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+class _Worst:
+    """Keeps the worst difference of one column so far, for all pairs at once, in (members, members) tensors."""
+
+    def __init__(self, members: int) -> None:
+        self.ratio = torch.full((members, members), -1.0, dtype=torch.float64)
+        self.observed, self.allowed = torch.zeros_like(self.ratio), torch.zeros_like(self.ratio)
+        self.at = torch.zeros_like(self.ratio, dtype=torch.long)
+        self.since = torch.full_like(self.at, -1)
+        self.places: list[tuple[str, int]] = []
+
+    def update(self, distances: torch.Tensor, *, allowed: float, tensor: str, step: int) -> None:
+        """Folds the pairwise distances (members, members) of one tensor at one step into the worst so far.
+
+        Call it in the order of the steps: ``since`` keeps the first step out of tolerance.
+        """
+        over = distances / allowed if allowed else torch.full_like(distances, math.inf)
+        ratio = torch.where(distances > 0, over, distances)  # 0 and -1 do not depend on the bound
+        worse = ratio > self.ratio
+        self.ratio[worse], self.observed[worse], self.allowed[worse] = ratio[worse], distances[worse], allowed
+        self.at[worse] = len(self.places)
+        self.since[(ratio > 1) & (self.since < 0)] = step
+        self.places.append((tensor, step))
+
+    def leave_out(self, member: int) -> None:
+        """Removes a member: its pairs have no difference in this column."""
+        self.ratio[member, :] = self.ratio[:, member] = -1.0
+
+    def difference(self, pair: MemberPair, column: str) -> Difference | None:
+        """Returns the worst difference of a pair; None if neither member has the column."""
+        if self.ratio[pair] < 0:
+            return None
+        tensor, step = self.places[int(self.at[pair])]
+        return Difference(
+            column=column,
+            observed=self.observed[pair].item(),
+            allowed=self.allowed[pair].item(),
+            tensor=tensor,
+            step=step,
+            since=since if (since := int(self.since[pair])) >= 0 else None,
         )
-        for column, differences in found.items()
+
+
+def _by_pair(found: Mapping[str, _Worst]) -> dict[MemberPair, dict[str, Difference]]:
+    members = max((len(worst.ratio) for worst in found.values()), default=0)
+    return {
+        pair: {column: worst for column, worsts in found.items() if (worst := worsts.difference(pair, column))}
+        for pair in combinations(range(members), 2)
     }
-    return Member(
-        cell=entry.cell,
-        state=entry.verdict.state,
-        records=observed.digests,
-        problem=observed.problem,
-        oracle=worst if against is None else against,
-        conventions=_declared(entry),
-    )
