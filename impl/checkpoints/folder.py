@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,8 +40,9 @@ from impl.checkpoints.manifest import (
     regular_size,
     share,
 )
+from impl.checkpoints.training_state import load_own_generators, read_generators, save_generators, set_generators
 from impl.interface.distributed import FileFailure, Group, agree, on_all_ranks, on_first
-from impl.interface.trainable import AT_ONCE, Writing
+from impl.interface.trainable import AT_ONCE, Context, Trainable, Writing
 
 _ROOM = 2**16  # bytes; a disk with less is full: a library's buffer did not fit
 
@@ -134,6 +135,29 @@ def verified(folder: Path, wanted: About) -> Manifest:
             check_file(folder, name, found.files[name])
 
     on_all_ranks(doing, own_files)
+    return found
+
+
+def write_native(draft: Draft, context: Context, models: Mapping[str, Trainable]) -> None:
+    """Adds the trained models, in the backend's own files, and each rank's generators to a checkpoint; collective."""
+    states = read_generators(context.library_generators())  # first: writing a model may draw random numbers
+    for name, trainable in models.items():
+        trainable.save_ckpt(draft.path / name, draft.when)
+    save_generators(draft.path, dist.get_rank(), states)
+
+
+def read_native(folder: Path, wanted: About, context: Context, models: Mapping[str, Trainable]) -> About:
+    """Restores the models, and in the same layout the generators; returns the checkpoint's description. Collective.
+
+    Raises UsageError, before anything changes, if ``wanted`` cannot resume from the checkpoint or if it is damaged.
+    """
+    found = verified(folder, wanted).about
+    same_ranks = (found.layout, found.world_size) == (wanted.layout, wanted.world_size)
+    states = load_own_generators(folder) if same_ranks else None
+    for name, trainable in models.items():
+        trainable.load_ckpt(folder / name)
+    if states:
+        context.set_library_generators(set_generators(states))
     return found
 
 

@@ -8,9 +8,14 @@ number of updates that the optimizer counts for each parameter (docs/explanation
 document on any number of ranks. The seed determines the order of each epoch. The manifest of a checkpoint contains the
 position.
 
+``GeneratorStates`` holds the random generators of one rank, in a JSON file, so a resumed training has the same
+dropout as an uninterrupted one. They fit only the same ranks with the same work, so they are restored only for the same
+layout and number of ranks.
+
 ``Checkpoint`` describes the content of a checkpoint of any format, for ``parity inspect`` and ``parity convert``.
 """
 
+import base64
 import dataclasses
 import hashlib
 import itertools
@@ -20,15 +25,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import numpy
 import torch
 import torch.distributed as dist
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from conformance.backends.protocol import NamedTensors, TensorKind
-from conformance.core.errors import STRICT, UsageError, shown
+from conformance.core.errors import STRICT, UsageError, explain, one_line, shown
 from conformance.core.io import check_file, read_json
 from conformance.spec.observables import STATE_KINDS
 from impl.interface.distributed import on_all_ranks, on_first
@@ -236,3 +242,93 @@ class Checkpoint:
 
     def kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(stored.kind for stored in self.tensors))
+
+
+GENERATORS = "generators"
+Bytes = Annotated[  # a state is a tensor of bytes
+    bytes,
+    BeforeValidator(lambda value: base64.b64decode(value, validate=True) if isinstance(value, str) else value),
+    PlainSerializer(lambda value: base64.b64encode(value).decode("ascii"), when_used="json"),
+]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GeneratorStates:
+    """Holds the states of one rank's generators.
+
+    cuda: state of its GPU's generator, if it has one. library: states of the backend library's own generators, by name.
+    """
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, tuple[int, ...], int, int, float]
+    torch: Bytes
+    cuda: Bytes | None
+    library: dict[str, Bytes]
+
+
+_STATES = TypeAdapter(GeneratorStates)
+
+
+def read_generators(library: Mapping[str, torch.Tensor]) -> GeneratorStates:
+    """Returns the current states of this process. ``library``: the result of Context.library_generators."""
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    return GeneratorStates(
+        python=random.getstate(),
+        numpy=(kind, tuple(numpy.asarray(keys).tolist()), int(position), int(has_gauss), float(gauss)),
+        torch=_to_bytes(torch.get_rng_state()),
+        cuda=_to_bytes(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        library={name: _to_bytes(state) for name, state in library.items()},
+    )
+
+
+def set_generators(states: GeneratorStates) -> dict[str, torch.Tensor]:
+    """Sets the generators of this process; returns the states for Context.set_library_generators.
+
+    Raises UsageError for invalid states.
+    """
+    try:
+        random.setstate(states.python)
+        kind, keys, position, has_gauss, gauss = states.numpy
+        numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+        torch.set_rng_state(_to_tensor(states.torch))
+        if states.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_to_tensor(states.cuda))
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise UsageError(f"the checkpoint has invalid states of random generators: {one_line(error)}") from None
+    return {name: _to_tensor(state) for name, state in states.library.items()}
+
+
+def save_generators(folder: Path, rank: int, states: GeneratorStates) -> None:
+    """Writes the states of a rank into the folder of a checkpoint."""
+    (folder / GENERATORS).mkdir(exist_ok=True)
+    _generators_file(folder, rank).write_bytes(_STATES.dump_json(states))
+
+
+def load_generators(folder: Path, rank: int) -> GeneratorStates:
+    """Reads the states of a rank. Raises UsageError for a file that ``save_generators`` did not write."""
+    file = _generators_file(folder, rank)
+    try:
+        values: dict[str, Any] = read_json(file)
+        return _STATES.validate_python(values)
+    except FileNotFoundError:
+        raise UsageError(f"{file} is missing; give a checkpoint that was saved with these ranks") from None
+    except ValidationError as error:
+        raise explain(error, source=str(file), what="state of random generators") from None
+
+
+def load_own_generators(folder: Path) -> GeneratorStates:
+    """Reads the states of this rank; if a file is wrong, all ranks raise. Collective."""
+    rank = dist.get_rank()
+    return on_all_ranks(f"reading {folder / GENERATORS}", lambda: load_generators(folder, rank))[rank]
+
+
+def _generators_file(folder: Path, rank: int) -> Path:
+    return folder / GENERATORS / f"rank-{rank}.json"
+
+
+def _to_bytes(state: torch.Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
+
+
+def _to_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

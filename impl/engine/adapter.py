@@ -16,8 +16,8 @@ from conformance.spec.known_defects import ExpectedDifference
 from conformance.spec.layout import Layout
 from conformance.spec.observables import POLICY, PROGRESS_OF_SCALE, SKIPPED, model_key
 from conformance.spec.scenario import ADAPTER, LossScaleConfig, Scenario
-from impl.checkpoints import native, training_state
-from impl.checkpoints.folder import verified, writing
+from impl.checkpoints import training_state
+from impl.checkpoints.folder import read_native, verified, write_native, writing
 from impl.checkpoints.manifest import About, Form
 from impl.engine.trainer import Rollouts, step_inputs, train_step
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
@@ -107,7 +107,7 @@ SHARED_SEAMS = {
     "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",
     "load_kind": "impl.checkpoints.training_state:load_kind",
     "load_progress": "impl.checkpoints.training_state:load_progress",
-    "read_generators": "impl.checkpoints.native:read_file",
+    "read_generators": "impl.checkpoints.training_state:load_generators",
     "router_loss": "impl.models.router:router_loss",
     "z_loss": "impl.models.router:z_loss",
     "choices_for": "impl.engine.trainer:choices_for",
@@ -232,10 +232,10 @@ class ReferenceBackend:
 
     def save(self, path: Path) -> None:
         with writing(path / CHECKPOINT, self.about("native")) as draft:
-            native.write(draft, self.context, self.trained)
+            write_native(draft, self.context, self.trained)
 
     def load(self, path: Path) -> None:
-        found = native.read(path / CHECKPOINT, self.about("native"), self.context, self.trained)
+        found = read_native(path / CHECKPOINT, self.about("native"), self.context, self.trained)
         self.step = found.step
 
     def export_state(self, path: Path) -> None:

@@ -28,8 +28,7 @@ from conformance.spec.batch import Batch
 from conformance.spec.observables import POLICY, Head
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.worker.rank_state import seed_generators
-from impl.checkpoints import native
-from impl.checkpoints.folder import LATEST, TrainingFolder, checkpoint_name
+from impl.checkpoints.folder import LATEST, TrainingFolder, checkpoint_name, read_native, write_native
 from impl.checkpoints.manifest import read_manifest
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
@@ -218,7 +217,7 @@ class Checkpoints:
         assert self.folder
         about = replace(self.backend.about("native"), data=position, settings=self.settings)
         with self.folder.writing(about) as draft:
-            native.write(draft, self.backend.context, self.backend.trained)
+            write_native(draft, self.backend.context, self.backend.trained)
 
     def finish(self) -> None:
         """Returns when the last checkpoint is complete; raises the error of a failed write."""
@@ -234,7 +233,7 @@ class Checkpoints:
         if before is None:
             raise UsageError(f"{folder} has no position in the data; give a checkpoint of a training")
         start.check_same_data(before)
-        found = native.read(folder, self.backend.about("native"), self.backend.context, self.backend.trained)
+        found = read_native(folder, self.backend.about("native"), self.backend.context, self.backend.trained)
         self.backend.step = found.step
         return before
 

@@ -46,7 +46,7 @@ def test_a_resumed_training_drops_out_what_an_uninterrupted_one_does(
 @pytest.mark.parametrize(
     ("backend", "layout", "failing", "rank", "exports"),
     [
-        ("plain", "dp3", "impl.checkpoints.native:write_file", 2, False),
+        ("plain", "dp3", "impl.checkpoints.folder:save_generators", 2, False),
         ("plain", "dp3", "impl.interface.sharded_safetensors:TensorWriter.add", 0, True),
         exhaustive("fsdp2", "dp2", "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 1, False),
         exhaustive("deepspeed", "dp2.zero1", "torch:save", 1, False),

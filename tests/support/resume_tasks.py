@@ -22,9 +22,8 @@ from conformance.spec.batch import Batch, read_batches
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import LossScaleConfig, Scenario, parse_scenario
 from conformance.worker.rank_state import generator_digests, generator_states, seed_generators
-from impl.checkpoints import native
-from impl.checkpoints import native as generators
-from impl.checkpoints.folder import TrainingFolder
+from impl.checkpoints import training_state
+from impl.checkpoints.folder import TrainingFolder, read_native, write_native
 from impl.checkpoints.manifest import verify
 from impl.engine.adapter import ReferenceBackend
 from impl.interface.distributed import FileFailure, on_all_ranks, on_first
@@ -77,11 +76,11 @@ def go_on(
         if hasattr(module, "hidden_dropout"):  # megatron-core's; dropout in attention is not built in
             module.hidden_dropout = SHARE
     if first:
-        own = generators.read_file
+        own = training_state.load_generators
         if of_first_rank:
-            generators.read_file = lambda folder, rank: own(folder, 0)
+            training_state.load_generators = lambda folder, rank: own(folder, 0)
         backend.load(Path(folder))
-        generators.read_file = own
+        training_state.load_generators = own
     told = []
     for batch in of.read_batches()[first:]:
         if batch.step == save_at:
@@ -132,14 +131,14 @@ def train_until_killed(
     for each in (TrainingFolder(root=Path(root) / "another"), folder):
         began = time.monotonic()
         with each.writing(backend.about("native")) as draft:
-            native.write(draft, backend.context, backend.models)
+            write_native(draft, backend.context, backend.models)
         each.finish()
         seconds = time.monotonic() - began
     backend.train_step(second, lambda model: None)
     if context.rank == victim:
         threading.Timer(fraction * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
     with folder.writing(backend.about("native")) as draft:
-        native.write(draft, backend.context, backend.models)
+        write_native(draft, backend.context, backend.models)
     backend.train_step(third, lambda model: None)  # behind which an asynchronous save goes on
     folder.finish()
     time.sleep(60)  # the timer comes, later than the save has ended
@@ -155,7 +154,7 @@ def load_latest(
     of = Training(**training)
     backend = of.set_up(context)
     latest = TrainingFolder(root=Path(root)).latest()
-    found = native.read(latest, backend.about("native"), backend.context, backend.models)
+    found = read_native(latest, backend.about("native"), backend.context, backend.models)
     losses = [backend.train_step(batch, lambda model: None).values["loss"] for batch in of.read_batches()[found.step :]]
     backend.teardown()
     return [found.step, *losses]
@@ -186,7 +185,7 @@ def save_while_the_disk_fills(
 
     def save() -> None:
         with folder.writing(backend.about("native")) as draft:
-            native.write(draft, backend.context, backend.models)
+            write_native(draft, backend.context, backend.models)
         folder.finish()
 
     def fill() -> None:
@@ -244,7 +243,7 @@ def train_behind_a_save(
     backend.train_step(first, lambda model: None)
     with folder.writing(backend.about("native")) as draft:
         draft.when.add(trained.wait)
-        native.write(draft, backend.context, backend.models)
+        write_native(draft, backend.context, backend.models)
     losses = [backend.train_step(batch, lambda model: None).values["loss"] for batch in others]
     before, written = _names(Path(root)), _size(Path(root))
     trained.set()
@@ -276,7 +275,7 @@ def save_one_after_another(
         with folder.writing(backend.about("native")) as draft:
             found = _names(Path(root))
             draft.when.add(work)
-            native.write(draft, backend.context, backend.models)
+            write_native(draft, backend.context, backend.models)
         return found
 
     save(1, lambda: time.sleep(0.5))
@@ -316,7 +315,7 @@ def keep_two(
         if step == 4:
             on_first("leaving rests", lambda: _leave_rests(Path(root)))
         with folder.writing(backend.about("native")) as draft:
-            native.write(draft, backend.context, backend.models)
+            write_native(draft, backend.context, backend.models)
         there.append(_names(Path(root)))
     backend.teardown()
     return there
