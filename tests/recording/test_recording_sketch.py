@@ -11,8 +11,8 @@ from torch import Tensor
 from conformance.numerics.sketch import seed_of
 from parity.differences import canonical
 from parity.optimizer_shards import Box, whole
+from parity.recorder import fingerprint
 from parity.summaries import BUCKETS, ROWS_AT, SKETCH_AT, SUMS, WIDTH, summarize
-from parity.training_loop import fingerprint
 
 SEED = seed_of("model.norm.weight")
 
