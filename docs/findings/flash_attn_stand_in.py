@@ -102,7 +102,8 @@ def _flash_attn_backward(
 def install(transformers_name: bool = True) -> None:
     """Make `import flash_attn` find these functions.
 
-    By default, also add the name that ring_flash_attn imports from transformers and that transformers 5.23 lacks.
+    By default, also add the names that ring_flash_attn (0.1.8, and 0.1.0 to 0.1.7) imports from transformers and that
+    transformers 5.23 lacks.
     """
     package, interface = (types.ModuleType(n) for n in ("flash_attn", "flash_attn.flash_attn_interface"))
     for function in (
@@ -113,7 +114,9 @@ def install(transformers_name: bool = True) -> None:
         module.__spec__ = ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
     if transformers_name:
-        setattr(transformers_flash, "is_flash_attn_greater_or_equal_2_10", True)  # noqa: B010
+        for name in ("is_flash_attn_greater_or_equal_2_10", "_flash_supports_window_size"):
+            setattr(transformers_flash, name, True)
+        setattr(transformers_flash, "is_flash_attn_greater_or_equal", lambda _: True)  # noqa: B010
 
 
 def full_attention(

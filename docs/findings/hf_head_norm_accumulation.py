@@ -6,7 +6,6 @@ tp ** (N - i) times. Exit code 0: defect present. 1: gone. See hf-head-norm-accu
 """
 
 import copy
-import inspect
 import sys
 import tempfile
 from typing import Any
@@ -44,8 +43,8 @@ def parallel(model: Any, mesh: DeviceMesh, *, fixed: bool) -> Any:
     model = copy.deepcopy(model)
     norms = {key.rpartition(".")[2] for key, style in model.tp_plan.items() if style == STYLE}
     model._tp_plan = {key: style for key, style in model.tp_plan.items() if not (fixed and style == STYLE)}
-    takes_plan = "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters  # not in transformers 5.17
-    apply_tensor_parallelism(model, mesh, *([model._expand_parallel_plan(model.tp_plan)] if takes_plan else []))
+    expand: Any = getattr(model, "_expand_parallel_plan", None)  # releases without it read the plan themselves
+    apply_tensor_parallelism(model, mesh, *([expand(model.tp_plan)] if expand else []))
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
