@@ -104,7 +104,8 @@ PRECISIONS: Mapping[PrecisionName, Precision] = {
         Precision(name="bf16", compute=BF16, master=F32, summing=F32, noise_limit=1 / 6),
         # FSDP's reduce_dtype=bfloat16, which Accelerate sets for bf16, and Megatron-LM's --grad-reduce-in-bf16.
         Precision(name="bf16-reduce", compute=BF16, master=F32, summing=BF16, noise_limit=1 / 6),
-        # Parameters in bf16 without masters, as FSDP2 trains a model that was loaded in bf16.
+        # Parameters in bf16 without masters, as FSDP2 trains a model that was loaded in bf16, and DeepSpeed with
+        # bf16_master_weights_and_grads and bf16_optimizer_states.
         Precision(name="bf16-nearest", compute=BF16, master=F32, summing=BF16, stored=BF16, noise_limit=1 / 6),
         Precision(
             name="bf16-stochastic",  # arXiv 2010.06192; torchao's bf16_stochastic_round

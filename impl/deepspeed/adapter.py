@@ -157,6 +157,7 @@ class DeepspeedBackend(ReferenceBackend):
         "average_bucket": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.average_tensor",
         "counts_in_norm": "deepspeed.runtime.zero.stage_1_and_2:is_model_parallel_parameter",
         "clip_threshold": "impl.deepspeed.config:clip_threshold",
+        "stored_optimizer": "impl.engine.hugging_face:stored_optimizer",
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
         "forget_overflow": "impl.deepspeed.model:forget_overflow",
         "routers_of": "impl.deepspeed.model:routers_of",
@@ -167,8 +168,8 @@ class DeepspeedBackend(ReferenceBackend):
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        if scenario.tier.stored:
-            return Unsupported(f"{scenario.precision} is built into fsdp2 only; use fsdp2, or bf16")
+        if scenario.tier.stored and (refused := _stored_support(scenario, layout)):
+            return Unsupported(refused)
         if layout.pp > 1:
             return Unsupported("DeepSpeed's pipeline engine is not built in; use pp1")
         if layout.ep > 1:
@@ -196,7 +197,8 @@ class DeepspeedBackend(ReferenceBackend):
                 "ZeRO-0, and ZeRO-1 in bf16, reduce buckets of 500 million numbers, whatever reduce_bucket_size is; "
                 "use zero2 or zero3"
             )
-        if scenario.tier.is_half and scenario.tier.summing != F32 and zero_stage(layout) < 2:
+        sums_in_half = scenario.tier.is_half and scenario.tier.summing != F32
+        if sums_in_half and not scenario.tier.stored and zero_stage(layout) < 2:
             return Unsupported(
                 "sums in half precision are built in for ZeRO-2 and 3: ZeRO-1 would take another wrapper for them, and "
                 "ZeRO-0 adds up so in any case; use zero2 or zero3"
@@ -264,6 +266,28 @@ class DeepspeedBackend(ReferenceBackend):
         except UsageError as error:
             return Unsupported(str(error))
         return Supported()
+
+
+def _stored_support(scenario: Scenario, layout: Layout) -> str:
+    """Explains why a cell cannot be trained without float32 masters; empty if it can."""
+    precision = scenario.precision
+    if scenario.tier.is_stochastic:
+        return f"DeepSpeed rounds its bf16 masters to the nearest number; use bf16-nearest, or fsdp2 for {precision}"
+    if scenario.optimizer.name != "adamw":
+        return f"{precision} is built in for AdamW only; use adamw, or bf16"
+    if scenario.objective.kind != "sft" or scenario.lora:
+        return f"{precision} is judged for supervised fine-tuning without adapters only; use bf16"
+    if quirks_of(model_config(scenario).get("model_type")).has_routers:
+        return f"{precision} is judged for dense models only; use bf16"
+    if layout != Layout(dp=layout.dp, tp=layout.tp, zero=layout.zero, options=layout.options):
+        return f"in {precision} only dp and tp are built into this backend; leave other axes out, or use bf16"
+    if others := {*layout.options} - {"ckpt", "manual"}:
+        return f"{', '.join(sorted(others))} is not built into this backend in {precision}; leave it out, or use bf16"
+    if zero_stage(layout) == 0:
+        return "DeepSpeed has bf16 masters at ZeRO-1 to 3 only; use zero1, zero2 or zero3, or bf16"
+    if is_older("deepspeed", 0, 18, 3):
+        return f"DeepSpeed {package_version('deepspeed')} has no bf16 masters; run: pip install 'deepspeed>=0.18.3'"
+    return ""
 
 
 def _muon_support(scenario: Scenario, layout: Layout) -> str:

@@ -186,7 +186,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
 
     DeepSpeed has four optimizer classes, which keep different gradients.
     """
-    full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp, vocabulary=(HEAD,))
+    full, compute, own = tier.kept.bytes, tier.compute.bytes, cut(shapes, layout.tp, vocabulary=(HEAD,))
     count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
     stage, half = zero_stage(layout), tier.is_half
     piece, offloads = -(-count // pieces), "offload" in layout.options
@@ -210,7 +210,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
             update=update,
         )
     # ZeRO-1 in bf16 has its own class: whole gradients in float32, those of autograd beside them, and no bucket.
-    has_own_class = stage == 1 and tier.compute == BF16 and not offloads
+    has_own_class = stage == 1 and tier.compute == BF16 and not offloads and not tier.stored
     gathered = live if stage == 3 and pieces > 1 else 0
     gathered += -(-count // layout.hpz) * compute if layout.hpz > 1 else 0  # the second copy
     bucket = 0 if has_own_class else BUCKET * (compute if stage == 2 else full)
@@ -283,6 +283,8 @@ def training_settings(
         settings["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed demands it
     if config.tier.compute == BF16:
         settings["bf16"] = {"enabled": True}
+        if config.tier.stored:
+            settings["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if config.tier.compute == F16:
         settings["fp16"] = {
             "enabled": True,

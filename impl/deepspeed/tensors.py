@@ -257,7 +257,8 @@ class EngineTensors:
                     yield name, self._place.whole(parameter, whole)
                 else:
                     full = state[kind] if self._stage == 0 else safe_get_full_optimizer_state(parameter, kind)
-                    yield name, self._place.whole(parameter, full.detach())
+                    # ZeRO-1 and 2 gather bf16 in float32.
+                    yield name, self._place.whole(parameter, full.detach().to(state[kind].dtype))
 
     @torch.no_grad()
     def write(self, kind: WrittenKind, read: ReadRegion) -> None:
@@ -315,7 +316,7 @@ class EngineTensors:
         if self._stage == 0:
             return self._stepped.tensor(parameter)
         full: torch.Tensor = safe_get_full_fp32_param(parameter)
-        return full
+        return full.to(self._stepped.tensor(parameter).dtype)
 
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         gradient = parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)

@@ -122,21 +122,20 @@ def replicas_rounded_apart(numbers_of: Function, replicas: Any, region: str, pla
     summary="weights decay in bf16 before the update, where the decay is less than half a digit",
     source="https://github.com/Nerogar/OneTrainer/issues/996",
     stage="clipped update",
-    cells=sft("sft-packed", "llama", fsdp2="dp2", only=STORED),
+    cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", only=STORED),
     needs="bf16-nearest or bf16-stochastic, and AdamW with weight decay",
 )
 def decay_lost_in_bf16(stored_optimizer: Function, groups: Any, config: Any, **options: Any) -> Any:
     optimizer = stored_optimizer(groups, config, **options)
-    decays = [group["weight_decay"] for group in optimizer.param_groups]
 
     @torch.no_grad()
     def decay_all(*_: Any) -> None:
-        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        for group in optimizer.param_groups:  # of DeepSpeed one at a time
             for parameter in group["params"]:
-                parameter.mul_(1 - float(group["lr"]) * decay)
+                parameter.mul_(1 - float(group["lr"]) * group["lost_decay"])
 
     for group in optimizer.param_groups:
-        group["weight_decay"] = 0.0
+        group["lost_decay"], group["weight_decay"] = group["weight_decay"], 0.0
     optimizer.register_step_pre_hook(decay_all)
     return optimizer
 

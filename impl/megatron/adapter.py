@@ -331,7 +331,7 @@ class MegatronBackend(ReferenceBackend):
         except UsageError as error:
             return Unsupported(str(error))
         if scenario.tier.stored:
-            return Unsupported(f"{scenario.precision} is built into fsdp2 only; use fsdp2, or bf16")
+            return Unsupported(f"{scenario.precision} is not built in; use fsdp2, deepspeed with bf16-nearest, or bf16")
         if shape.attention_dropout and not scenario.objective.disable_dropout:
             return Unsupported("dropout in attention not built in for megatron; set attention_dropout to 0.0")
         if shape.mtp and layout.pp > 1:

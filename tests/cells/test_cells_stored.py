@@ -1,4 +1,4 @@
-"""FSDP2 without float32 masters: parameters in bf16, rounded to the nearest number or, by torchao, at random.
+"""Training without float32 masters: parameters in bf16, rounded to the nearest number or, by torchao, at random.
 
 scripts/third-opinion fetches torchao into a folder, and only tests of it put that on the path.
 """
@@ -38,6 +38,19 @@ def test_rounding_to_the_nearest_number_conforms(session: Session) -> None:
     assert {str(tensor.dtype) for tensor in record.loaded.tensors().values()} == {"torch.bfloat16"}
 
 
+@pytest.mark.parametrize(
+    "layout", ["dp2.zero2", slow("dp2.zero1"), slow("dp2.zero3"), slow("dp2.tp2.zero2"), slow("dp2.zero3.ckpt.manual")]
+)
+@pytest.mark.parametrize("clip", [1.0, slow(0.1)])
+def test_bf16_masters_of_deepspeed_conform(session: Session, layout: str, clip: float) -> None:
+    cell = cell_of("deepspeed", "sft-packed", "llama", layout, NEAREST, steps=3, **SIZE)
+    optimizer = replace(cell.scenario.optimizer, max_grad_norm=clip)
+    cell = replace(cell, scenario=replace(cell.scenario, optimizer=optimizer))
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    assert "not judged: single rows after the first update" in verdict.reason
+
+
 @pytest.mark.parametrize("layout", ["dp2", slow("dp1"), slow("dp2.rep2"), slow("tp2"), slow("dp2.tp2")])
 def test_rounding_at_random_conforms(with_torchao: Session, layout: str) -> None:
     """With three steps one of two updates is read, and the other two are judged together."""
@@ -61,6 +74,33 @@ def test_resumes(with_torchao: Session, precision: PrecisionName, saves: Handove
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "saves", "after"),
+    [
+        ("dp2.zero2", "checkpoint", "dp2.zero2"),
+        ("dp2.zero3", "checkpoint", "dp2.zero3"),
+        ("dp2.zero2", "state", "dp2.zero3"),
+        ("dp2.zero3", "state", "dp2.tp2.zero1"),
+        ("dp2.zero3", "export", "dp2.zero2"),
+    ],
+)
+def test_resumes_of_deepspeed(session: Session, before: str, saves: Handover, after: str) -> None:
+    cell = cell_of("deepspeed", "sft-warmup", "llama", before, NEAREST, rows=24)
+    first, second = cell.phases
+    phases = (replace(first, save=saves), replace(second, layout=Layout.parse(after)))
+    verdict = session.run(replace(cell, phases=phases, program=saves)).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2.zero2", "dp2.zero3"])
+def test_lost_decay_of_deepspeed_is_caught(session: Session, layout: str) -> None:
+    cell = cell_of("deepspeed", "sft-packed", "llama", layout, NEAREST, "decay-lost-in-bf16", steps=1, **SIZE)
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "clipped update"), verdict.reason
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [fault.name for fault in ROUNDING_FAULTS])
 def test_fault_is_caught_at_the_predicted_stage(with_torchao: Session, name: str) -> None:
     place = catalogue()[name].cells
@@ -78,8 +118,14 @@ def test_fault_is_caught_at_the_predicted_stage(with_torchao: Session, name: str
         ("fsdp2", "sft-packed", "qwen3-moe", "dp2", NEAREST, "dense models"),
         ("fsdp2", "sft-packed", "llama", "sp2", NEAREST, "only dp, rep and tp"),
         ("fsdp2", "sft-packed", "llama", "dp2.offload", NEAREST, "leave it out"),
-        ("deepspeed", "sft-packed", "llama", "dp2.zero1", NEAREST, "use fsdp2, or bf16"),
-        ("megatron", "sft-packed", "llama", "dp2", RANDOM, "use fsdp2, or bf16"),
+        ("deepspeed", "sft-packed", "llama", "dp2.zero2", RANDOM, "use bf16-nearest, or fsdp2"),
+        ("deepspeed", "sft-packed", "llama", "dp2.zero0", NEAREST, "use zero1, zero2 or zero3"),
+        ("deepspeed", "sft-packed", "llama", "dp2.zero2.offload", NEAREST, "leave it out"),
+        ("deepspeed", "sft-packed", "llama", "sp2", NEAREST, "only dp and tp"),
+        ("deepspeed", "sft-packed", "qwen3-moe", "dp2", NEAREST, "dense models"),
+        ("deepspeed", "sft-sgd", "llama", "dp2", NEAREST, "for AdamW only"),
+        ("deepspeed", "grpo", "llama", "dp2", NEAREST, "supervised fine-tuning"),
+        ("megatron", "sft-packed", "llama", "dp2", RANDOM, "use fsdp2, deepspeed with bf16-nearest, or bf16"),
     ],
 )
 def test_unsupported_cells_give_advice(
