@@ -48,7 +48,7 @@ from conformance.runner.resource_estimate import (
 from conformance.runtime import Device
 from conformance.runtime.failure import StartError
 from conformance.runtime.gpu_inventory import gpus_of_host, memory_of_gpus, more_shares, shares_of
-from conformance.runtime.leased_slots import ROOM, lanes_of_host, processors_of_host
+from conformance.runtime.leased_slots import ROOM, oracles_of_host, processors_of_host
 from conformance.runtime.multihost.controller import Fleet
 from conformance.runtime.multihost.relay import JoinedHost
 from conformance.runtime.worker_groups import check_host
@@ -119,7 +119,7 @@ def oracles_that_fit(cells: Sequence[Cell]) -> int:
     """Returns how many oracle runs the processors of this host, and half of its free memory, allow at once."""
     small = {cell.scenario.model: cell for cell in cells if not is_large(cell.scenario)}
     needed = max((oracle_bytes(cell.scenario, size_of(cell.scenario)) for cell in small.values()), default=1.0)
-    return max(1, min(lanes_of_host(), int(available_memory() / 2 / needed)))
+    return max(1, min(oracles_of_host(), int(available_memory() / 2 / needed)))
 
 
 def _can_show(convention: AnyConvention, cell: Cell) -> bool:

@@ -233,7 +233,7 @@ class Gpus(LeasedSlots):
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"
 
 
-PROCESSORS_PER_LANE = 2  # a cell of two ranks, which wait for each other, the oracle and the judge
+PROCESSORS_PER_LANE = 2  # a cell of two ranks, which wait for each other
 
 
 def processors_of_host() -> int:
@@ -242,7 +242,16 @@ def processors_of_host() -> int:
 
 
 def lanes_of_host() -> int:
-    """Returns the number of cells, or of oracle runs, that this host's processors run at once."""
+    """Returns the number of cells that this host's processors run at once.
+
+    On two or three processors a second cell runs while the ranks of the first wait, start, or are judged.
+    """
+    processors = processors_of_host()
+    return max(min(processors, 2), processors // PROCESSORS_PER_LANE)
+
+
+def oracles_of_host() -> int:
+    """Returns the number of oracle runs, and of judges in processes, that this host's processors run at once."""
     return max(1, processors_of_host() // PROCESSORS_PER_LANE)
 
 

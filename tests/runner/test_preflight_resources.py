@@ -23,6 +23,7 @@ from conformance.runner import preflight
 from conformance.runner.placement import SessionConfig, Where
 from conformance.runner.preflight import DOUBT, advice, check_resources, needs_of
 from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
+from conformance.runtime import leased_slots
 from conformance.runtime.multihost.relay import JoinedHost
 
 SIZE = Size(parameters=10**9, trained=10**9, recorded=10**9, vocabulary=32_000)
@@ -170,6 +171,16 @@ def test_noise_runs_lease_a_share_beside_each_cell(monkeypatch: pytest.MonkeyPat
     shares = preflight.leased_gpus(ranks, cells=[cell(), cell(precision="bf16")], workers=0)
     assert len(shares) == 5 * 2 + 5
     assert Where(SessionConfig(out=tmp_path, gpus=shares, ranks_per_gpu=2)).oracles == 5
+
+
+@pytest.mark.parametrize(
+    ("processors", "lanes", "oracles"), [(1, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 2), (5, 2, 2), (16, 8, 8)]
+)
+def test_two_cells_run_at_once_from_two_processors_on(
+    processors: int, lanes: int, oracles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leased_slots, "processors_of_host", lambda: processors)
+    assert (leased_slots.lanes_of_host(), leased_slots.oracles_of_host()) == (lanes, oracles)
 
 
 @pytest.mark.parametrize(("memory", "each", "slots"), [(300e9, 1, 4), (150e9, 1, 2), (80e9, 1, 1), (300e9, 2, 4)])
