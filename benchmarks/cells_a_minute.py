@@ -25,7 +25,7 @@ from unittest.mock import patch
 from conformance.cli import main as cli
 from conformance.matrix.cell import TASK
 from conformance.runner import placement
-from conformance.runner.environment import environment
+from conformance.runner.earlier_run import environment
 from conformance.runtime import Outcome, Pool
 from conformance.runtime.gpu_inventory import gpus_of
 from conformance.runtime.pool import _Threaded

@@ -52,7 +52,7 @@ from conformance.models.synthetic import with_skeleton
 from conformance.records.record_format import dumps
 from conformance.records.step_tensors import StepRecord, read_record
 from conformance.results.run_results import VERDICT, read_entry
-from conformance.runner.environment import environment
+from conformance.runner.earlier_run import environment
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout

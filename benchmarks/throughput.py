@@ -31,7 +31,7 @@ from typing import Any
 from timing import WARM_UP
 from torch.distributed import TCPStore
 
-from conformance.runner.environment import environment
+from conformance.runner.earlier_run import environment
 
 HERE = Path(__file__).parent
 # By number of GPUs: backend and layout of ours, then the plain program and its layout.

@@ -30,6 +30,12 @@ from conformance.spec.observables import POLICY, Role
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, Scenario
 
 B_SIZE = 0.2  # of B x for x of size 1; at the usual scales an adapter adds a third of the layer's own output
+# Names of these numbers in configurations: first of most models, then of GPT-2, GPT-Neo, MPT and others.
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_KINDS = ("layers_block_type", "layer_types")  # lists with an entry for each layer
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def write_adapter(folder: Path, lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]], *, key: str) -> None:
@@ -310,3 +316,32 @@ def generator_of(key: str) -> torch.Generator:
     """Returns a random generator that is seeded by a text."""
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def model_sizes(model: Path) -> dict[str, int]:
+    """Reads the numbers of heads, key-value heads, layers and experts from a Hugging Face folder, as arguments of
+    Layout.validate. Raises UsageError if the configuration does not have them."""
+    config = read_json(model / "config.json")
+    config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    heads, layers, experts = (_first(config, keys) for keys in (_HEADS, _LAYERS, _EXPERTS))
+    layers = layers or max(len(config.get(key) or ()) for key in _KINDS)
+    for size, keys in ((heads, _HEADS), (layers, _LAYERS)):
+        if not size:
+            raise UsageError(f"{model}/config.json has none of {', '.join(keys)}; add one if this is a transformer")
+    return {
+        "heads": heads,
+        "kv_heads": _first(config, _KV_HEADS) or (1 if config.get("multi_query") else heads),
+        "layers": layers,
+        "experts": experts,
+    }
+
+
+def _first(config: dict[str, Any], keys: Sequence[str]) -> int:
+    """Returns the number under the first of the names that the configuration has; 0 if it has none.
+
+    Raises UsageError for anything but a whole number.
+    """
+    key, value = next(((key, config[key]) for key in keys if config.get(key)), ("", 0))
+    if type(value) is not int or value < 0:
+        raise UsageError(f"config.json: {key} must be a positive whole number, got {shown(value)}")
+    return value

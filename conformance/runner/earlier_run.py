@@ -1,33 +1,47 @@
 """Continues an earlier run of the same cells that was stopped, or in which cells failed, in its output folder.
 
-A cell that runs again keeps its earlier state in its verdict (``Entry.before``), so that a failure that does not recur
-is still reported. After the code of a user's backend changed, no verdict of its cells counts: a folder never holds
-verdicts about two versions of a backend, and is incomplete until the new one has run all cells.
+It continues only with the versions and hardware that it began with (``environment``). A cell that runs again keeps its
+earlier state in its verdict (``Entry.before``), so that a failure that does not recur is still reported. After the code
+of a user's backend changed, no verdict of its cells counts: a folder never holds verdicts about two versions of a
+backend, and is incomplete until the new one has run all cells.
 """
 
 import logging
 import os
+import platform
 import re
 import stat
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import conformance
 from conformance.backends.registry import CODE
 from conformance.core.errors import UsageError, first_few
 from conformance.core.io import LOCK
+from conformance.core.packages import is_installed, package_version
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Ranks, Selection
 from conformance.matrix.plan import Plan
+from conformance.results.baseline import CHANGED, COMMIT, RANKS_PER_GPU
 from conformance.results.output_folders import Part, check_parts, read_part, rewrite_summary
 from conformance.results.run_results import SUMMARY, Entry, Run, read_summary, write_entry
 from conformance.results.trust import read_cells
 from conformance.results.verdict import ANSWERED, FAILED, State
-from conformance.runner.environment import environment
 from conformance.runner.oracle_jobs import recover
+from conformance.runtime.gpu_inventory import installed_gpus
 
 logger = logging.getLogger(__name__)
 OTHER_CODE = "only earlier code of its backend ran; --resume runs it"  # the reason of a cell without a verdict
+PACKAGE = Path(conformance.__file__).parent
+# Prefixes of environment variables that change results of libraries or the communication of ranks.
+VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
+PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # listed in the summary
+WHERE_INSTALLED = ("transformer-engine",)  # listed in the summary only if they are installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,3 +173,45 @@ def before(earlier: Entry | None) -> tuple[State, ...]:
     if earlier is None:
         return ()
     return (*earlier.before, *((earlier.verdict.state,) if earlier.verdict.state in FAILED else ()))
+
+
+def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
+    """Returns versions and hardware as JSON values. ranks_per_gpu: how many ranks might share a GPU."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": _gpus(),
+        **({RANKS_PER_GPU: ranks_per_gpu} if ranks_per_gpu > 1 else {}),
+        "cuda": torch.version.cuda,
+        "nccl": _nccl(),
+        **{name: package_version(name) for name in (*PACKAGES, *filter(is_installed, WHERE_INSTALLED))},
+        "backend-parity": conformance.__version__,
+        COMMIT: commit(PACKAGE.parent),
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+    }
+
+
+def _nccl() -> str | None:
+    is_there = torch.distributed.is_nccl_available() and torch.cuda.device_count()
+    return ".".join(map(str, torch.cuda.nccl.version())) if is_there else None
+
+
+def commit(checkout: Path) -> str | None:
+    """Returns the git commit of ``checkout``, with the suffix CHANGED if tracked files were changed; None if the folder
+    is not a checkout."""
+    if not (checkout / ".git").exists():  # installed from a wheel, perhaps inside of another repository
+        return None
+    describe = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", f"--dirty={CHANGED}"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return None
+    return done.stdout.strip() or None
+
+
+def _gpus() -> list[str]:
+    """Returns the name and driver of each GPU of the host, without creating a CUDA context in this process."""
+    if not torch.cuda.device_count():
+        return []
+    return [f"{gpu.name}, {gpu.driver}" for gpu in installed_gpus()]

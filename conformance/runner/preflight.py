@@ -30,9 +30,9 @@ from conformance.core.errors import UsageError
 from conformance.core.host import HostResources, available_memory
 from conformance.matrix.cell import Cell, Phase
 from conformance.matrix.options import Ranks
+from conformance.models.folders import model_sizes
 from conformance.models.synthetic import is_large
 from conformance.results.verdict import Verdict
-from conformance.runner.environment import model_sizes
 from conformance.runner.resource_estimate import (
     ON_GPU,
     Estimate,

@@ -1,6 +1,6 @@
 """Runs the cells of a session, sequentially or in parallel, while their oracles are computed.
 
-conformance.runner.attempt runs and judges one cell, conformance.runner.result_writer writes the results of all cells.
+conformance.runner.attempt runs and judges one cell, and writes the results of all cells.
 """
 
 import logging
@@ -27,9 +27,8 @@ from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import decoder_of
 from conformance.results.bisection import Bisected
 from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
-from conformance.runner.attempt import CellRunner, Expectations, JudgedCell, expected_of_none
-from conformance.runner.earlier_run import OTHER_CODE
-from conformance.runner.environment import environment
+from conformance.runner.attempt import CellRunner, Expectations, JudgedCell, ResultWriter, expected_of_none
+from conformance.runner.earlier_run import OTHER_CODE, environment
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.phases import import_ahead
 from conformance.runner.placement import (
@@ -42,7 +41,6 @@ from conformance.runner.placement import (
     lasting,
 )
 from conformance.runner.preflight import Refusals, check_resources, workers_that_fit
-from conformance.runner.result_writer import ResultWriter
 from conformance.runtime.gpu_inventory import ActivityMeter
 from conformance.runtime.gpu_leases import unleased_use
 from conformance.spec.conventions import Conventions

@@ -21,8 +21,7 @@ from conformance.core.host import resolve
 from conformance.core.io import read_json
 from conformance.data.samples import read_dataset
 from conformance.models.folder_checks import check_model_folder, runs_code
-from conformance.models.folders import weight_files
-from conformance.runner.environment import model_sizes
+from conformance.models.folders import model_sizes, weight_files
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import BUILT_IN
 from conformance.spec.observables import documents_together

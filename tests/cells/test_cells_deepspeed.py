@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from conformance.core.host import FIXTURES, resolve
 from conformance.matrix.cell import Cell
-from conformance.runner.environment import model_sizes
+from conformance.models.folders import model_sizes
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName

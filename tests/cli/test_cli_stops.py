@@ -98,7 +98,7 @@ def test_a_bug_is_not_told_as_wrong_usage(
     "module",
     [
         *("cli/main", "cli/run", "cli/doctor", "suite/plugin", "suite/conftest"),
-        *("runner/session", "runner/attempt", "runner/result_writer", "runner/preflight", "runner/placement"),
+        *("runner/session", "runner/attempt", "runner/preflight", "runner/placement"),
     ],
 )
 def test_only_a_usage_error_is_taken_for_wrong_usage(module: str) -> None:

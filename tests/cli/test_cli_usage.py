@@ -342,7 +342,7 @@ def test_ranks_that_share_a_gpu_need_fewer_of_them(
 ) -> None:
     """With one GPU: every refusal says how many ranks would have to share it. On the CPU there is nothing to share."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("conformance.runner.environment._gpus", list)
+    monkeypatch.setattr("conformance.runner.earlier_run._gpus", list)
     chosen = [*PLAIN, "--profile", profile(tmp_path, layouts='["dp2", "dp4"]'), "--device", "cuda"]
     shared = "a layout of at most {} ranks would run, and --ranks-per-gpu {} lets {} ranks share a GPU"
 

@@ -160,7 +160,7 @@ def test_the_doctor_tells_a_broken_adapter_from_one_that_is_not_installed(
 
 def test_too_few_gpus_are_no_answer_of_the_backend(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("conformance.runner.environment._gpus", list)
+    monkeypatch.setattr("conformance.runner.earlier_run._gpus", list)
     monkeypatch.setattr("conformance.cli.run.leased_gpus", lambda *_, **__: ("GPU-a",))
     ran = run("Picky", also=("--device", "cuda", "--cells", "*/dp2/*"))
     assert (ran.code, ran.states) == (3, {"picky/dp2": "not_run"})

@@ -22,7 +22,7 @@ from conformance.results.baseline import (
 )
 from conformance.results.changes import Since, compare, version_changes
 from conformance.results.verdict import State
-from conformance.runner.environment import commit
+from conformance.runner.earlier_run import commit
 
 CELL = "sft/llama/fsdp2/dp2/exact"
 SAME = {"torch": "2.13.0", "commit": "1f2e3d4c5b6a"}

@@ -22,6 +22,7 @@ from conformance.backends.protocol import BackendEntry, Unsupported
 from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.matrix.cell import Cell
+from conformance.models.folders import model_sizes
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.primitives import HONEST as RIGHT
@@ -30,7 +31,6 @@ from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.transformers_reference import TransformersDecoder
 from conformance.results.requirements import summary_lines
 from conformance.results.run_results import Run, cell_summary, read_entry, summary_of
-from conformance.runner.environment import model_sizes
 from conformance.runner.session import Session
 from conformance.spec.batch import Row
 from conformance.spec.layout import Layout

@@ -10,7 +10,7 @@ from conformance.backends.protocol import BackendEntry
 from conformance.matrix.options import Ranks, Selection
 from conformance.results.requirements import summary_lines
 from conformance.results.run_results import read_entry, read_output_json
-from conformance.runner.environment import environment
+from conformance.runner.earlier_run import environment
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.runtime.gpu_inventory import shares_of
