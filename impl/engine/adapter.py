@@ -21,10 +21,10 @@ from impl.checkpoints.folder import read_native, verified, write_native, writing
 from impl.checkpoints.manifest import About, Form
 from impl.engine.trainer import Rollouts, step_inputs, train_step
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
+from impl.interface.micro_batches import numbered
 from impl.interface.trainable import Adaptable, Context, ContextConfig, Trainable, get_context
 from impl.models.family_quirks import quirks_in
 from impl.models.lora import adapter_shapes
-from impl.models.tracing import numbered
 from impl.objectives.policy_gradient import FUNCTIONS
 
 

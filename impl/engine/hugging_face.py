@@ -4,9 +4,11 @@ A multimodal model gets the images of a micro-batch, and positions for packed ro
 images (M-RoPE, arXiv 2409.12191 section 2.1) need one document per row, so they are counted here: a text token has one
 number for time, height and width; the tokens of an image count each axis from the number after the text before them,
 and the text behind goes on after the largest.
+
+`parity bisect` compares activations of the modules that a rank runs, which ``hugging_face_modules`` lists.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from conformance.backends.protocol import NamedTensors, TensorKind, Traced
+from conformance.backends.protocol import Cut, NamedTensors, TensorKind, Traced, TracedModule
 from conformance.spec.batch import GRID, IMAGE, PIXEL
 from conformance.spec.layout import DROPOUT_RATE
 from conformance.spec.observables import Head
@@ -25,13 +27,37 @@ from conformance.spec.scenario import OptimizerConfig
 from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
 from impl.engine.adapter import set_dropout
 from impl.engine.optimizers import Replicas, parameter_groups, stored_optimizer, torch_optimizer, trained_parameters
-from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches
+from impl.interface.micro_batches import (
+    Loss,
+    MicroBatch,
+    Outputs,
+    RouterTerms,
+    Wanted,
+    run_micro_batches,
+    token_numbers,
+)
 from impl.interface.trainable import Dtype
 from impl.models.export import write_merged, write_model
+from impl.models.family_quirks import quirks_of
+from impl.models.lazy_weights import WRAPPED
 from impl.models.loading import empty_model
 from impl.models.lora import load_adapter, named_parameters
 from impl.models.router import Routers, with_router_terms
-from impl.models.tracing import hugging_face_modules, token_numbers
+
+WHOLE = Cut()
+# The oracle's names inside of a layer. Outside of layers there are embed_tokens, norm and lm_head.
+CUT_OUTPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+FUSED = ("self_attn.qkv_proj", "mlp.gate_up_proj")  # Phi-3 has these instead
+CUT_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
+BETWEEN = (  # on the residual stream
+    "input_layernorm",
+    "self_attn",
+    "linear_attn",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "mlp",
+    "post_feedforward_layernorm",
+)
 
 
 class HuggingFaceModel:
@@ -287,3 +313,57 @@ def image_positions(positions: Tensor, grids: Tensor, merge: int) -> Tensor:
         inside = torch.cartesian_prod(*(torch.arange(size, device=positions.device) for size in (time, height, width)))
         found[:, row, first:behind] = start + inside.view(-1, 3).T
     return found
+
+
+def hugging_face_modules(
+    model: transformers.PreTrainedModel, *, tp: int, tp_rank: int, sequence: bool = False, vocabulary_start: int = 0
+) -> tuple[TracedModule, ...]:
+    """Lists the modules of a Hugging Face model under its own names, without those that another stage has.
+
+    tp: the ranks that shard the features inside of attention and MLP, in equal and contiguous parts.
+    sequence: whether the stream between blocks is sharded over them, along the length.
+    vocabulary_start: the first token of this rank's logits; a value model has none.
+    """
+    modules: Mapping[str, torch.nn.Module] = {
+        name.replace(WRAPPED, ""): module for name, module in model.named_modules()
+    }
+    stream = Cut(part=tp_rank, parts=tp) if sequence else WHOLE
+    cuts = {"model.embed_tokens": (WHOLE, WHOLE), "model.norm": (stream, stream)}
+    quirks = quirks_of(model.config.model_type)
+    whole = {*quirks.whole_outputs, *quirks.recut_inputs}
+    if quirks.latent_attention:
+        whole |= {"self_attn.q_proj", "self_attn.o_proj"}
+    head, cut = ("score", WHOLE) if "score" in modules else ("lm_head", Cut(first_feature=vocabulary_start))
+    found = [
+        TracedModule(name=name, module=modules[name], input=before, output=after)
+        for name, (before, after) in {**cuts, head: (stream, cut)}.items()
+        if name in modules and any(True for _ in modules[name].parameters())
+    ]
+    for number in range(model.config.num_hidden_layers):
+        prefix = f"model.layers.{number}."
+        for name in BETWEEN:
+            if prefix + name in modules:
+                found.append(
+                    TracedModule(name=prefix + name, module=modules[prefix + name], input=stream, output=stream)
+                )
+        for name in (*CUT_OUTPUTS, *FUSED):
+            if prefix + name in modules:
+                first = 0 if name in whole else tp_rank * _features(model, name) // tp
+                module = modules[prefix + name]
+                found.append(TracedModule(name=prefix + name, module=module, output=Cut(first_feature=first)))
+        for name in CUT_INPUTS:
+            if prefix + name in modules:  # a mixture of experts has no down_proj of its own
+                first = 0 if name in whole else tp_rank * _features(model, name) // tp
+                cut, module = Cut(first_feature=first), modules[prefix + name]
+                found.append(TracedModule(name=prefix + name, module=module, input=cut, output=stream))
+    return tuple(found)
+
+
+def _features(model: transformers.PreTrainedModel, name: str) -> int:
+    """Returns the number of a projection's output features (inputs for o_proj and down_proj) in the whole model."""
+    config = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if name.startswith("mlp"):
+        return int(config.intermediate_size)
+    heads = config.num_attention_heads if name.endswith(("q_proj", "o_proj")) else config.num_key_value_heads
+    return int(heads * head)

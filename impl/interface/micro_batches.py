@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from conformance.spec.batch import OF_INPUTS, PIXEL, Row
+from conformance.spec.batch import OF_INPUTS, PIXEL, Batch, Row
 from conformance.spec.offline import Distillation
 from impl.interface.distributed import moved
 
@@ -239,3 +239,22 @@ def run_micro_batches(
         trainable.backward(loss(index, outputs))
         results.append(outputs.detach())
     return results
+
+
+def numbered(batch: Batch, rows: Sequence[Row], inputs: MicroBatch) -> MicroBatch:
+    """Replaces the tokens of a micro-batch of ``rows`` by their numbers in the step, from 1.
+
+    The result is to be sharded as the tokens are; ``token_numbers`` reads the shard.
+    """
+    starts = [0]
+    for row in batch.rows:
+        starts.append(starts[-1] + row.length)
+    numbers = torch.zeros_like(inputs.tokens)
+    for r, row in enumerate(rows):
+        numbers[r, : row.length] = torch.arange(starts[row.index], starts[row.index + 1]) + 1
+    return replace(inputs, tokens=numbers)
+
+
+def token_numbers(part: MicroBatch) -> torch.Tensor:
+    """Returns the numbers of tokens from 0, -1 in padding: (rows, length), for a shard from ``numbered``."""
+    return part.tokens.where(part.real, 0) - 1

@@ -154,7 +154,7 @@ class Trainable(Protocol):
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
         """Returns the modules that this rank runs in an optimizer step, for `parity bisect`.
 
-        ``numbers`` are the step's micro-batches with token numbers instead of tokens (impl.models.tracing.numbered).
+        ``numbers`` are the step's micro-batches with token numbers instead of tokens (micro_batches.numbered).
         """
         ...
 

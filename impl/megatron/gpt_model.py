@@ -35,14 +35,13 @@ from torch import Tensor
 from conformance.backends.protocol import Cut, Traced, TracedModule
 from conformance.spec.layout import DROPOUT_RATE, Layout
 from conformance.spec.precision import BF16, F16, Precision
-from impl.interface.micro_batches import MicroBatch
+from impl.interface.micro_batches import MicroBatch, token_numbers
 from impl.megatron.attention import DocumentRotary, Documents, RingCoreAttention, latent_config, place_latent
 from impl.megatron.config import float8_settings
 from impl.megatron.model_config import EPS, ModelShape, Stages
 from impl.megatron.moe_config import Mixture, expert_sizes
 from impl.megatron.releases import submodules
 from impl.megatron.router import StepTopKRouter, number_routers
-from impl.models.tracing import token_numbers
 
 
 class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]

@@ -30,9 +30,9 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.results.bisection import Bisected, Bisection, Direction, First, Wrong
 from conformance.spec.batch import Batch, read_batches
 from conformance.worker.activation_capture import Issuing, Piece, capturing, read_issued, read_pieces
-from impl.interface.micro_batches import collate
+from impl.engine.hugging_face import hugging_face_modules
+from impl.interface.micro_batches import collate, numbered, token_numbers
 from impl.models.loading import load_model
-from impl.models.tracing import hugging_face_modules, numbered, token_numbers
 
 
 @dataclass(frozen=True)

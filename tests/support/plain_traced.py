@@ -19,9 +19,8 @@ from conformance.oracle.primitives import Function, Policy, Tap, Weights
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.adapter import RL_SEAMS, ReferenceBackend
-from impl.interface.micro_batches import MicroBatch
+from impl.interface.micro_batches import MicroBatch, token_numbers
 from impl.interface.trainable import CONTEXTS
-from impl.models.tracing import token_numbers
 
 Defect = tuple[Callable[[torch.nn.Module], None], str]
 OF_LAYER = (
