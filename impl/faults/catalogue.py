@@ -8,12 +8,12 @@ from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.faults.losses import DFT_FAULTS, DISTILLATION_FAULTS, MTP_FAULTS, PREFERENCE_FAULTS
 from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS
-from impl.faults.optimizer import ENGINE_FAULTS, MEGATRON_MUON_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
+from impl.faults.optimizer import ENGINE_FAULTS, MEGATRON_MUON_FAULTS, OPTIMIZER_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
-from impl.faults.rounding import REMAINDER_FAULTS, ROUNDING_FAULTS
+from impl.faults.rounding import OVERFLOW_FAULTS, REMAINDER_FAULTS, ROUNDING_FAULTS
 from impl.faults.training_step import MEANS_FAULTS, STEP_FAULTS
 
 SEAMS: Mapping[str, str] = {

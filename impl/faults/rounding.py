@@ -1,11 +1,12 @@
-"""Plants faults in training without whole float32 masters.
+"""Plants faults in training without whole float32 masters, and in the handling of overflows in fp16.
 
-Either parameters are in bf16 and are rounded at random after each update, or remainders complete them to float32.
-Single weights stay plausible, and a loss curve of a few steps is the same. Seams are torchao's rounding, which runs
-uncompiled on a CPU, the context in which it draws numbers, and TransformerEngine's AdamW.
+Without masters, parameters are in bf16 and are rounded at random after each update, or remainders complete them to
+float32. Single weights stay plausible, and a loss curve of a few steps is the same. Seams are torchao's rounding, which
+runs uncompiled on a CPU, the context in which it draws numbers, and TransformerEngine's AdamW.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from conformance.backends.faults import FaultCells, Function
-from impl.faults.declaration import REMAINDERS, STOCHASTIC, STORED, Faults, resume, sft
+from impl.faults.declaration import FP16, REMAINDERS, STOCHASTIC, STORED, Faults, resume, sft
+from impl.faults.optimizer import of_torch
 
 ROUNDING_FAULTS = Faults(blind=("loss",))
+OVERFLOW_FAULTS = Faults(blind=("loss",))
 REMAINDER_FAULTS = Faults(blind=("loss",))  # which need TransformerEngine and a GPU
 DRAW = torch.randint
 REMAINDER, IN_REMAINDERS = "master_param", "dp2.zero1.remainders"
@@ -211,3 +214,98 @@ def moments_like_parameters(optimizer_settings: Function, *arguments: Any) -> An
     settings = optimizer_settings(*arguments)
     settings.exp_avg_dtype = settings.exp_avg_sq_dtype = torch.bfloat16
     return settings
+
+
+def _keep_scale(optimizer_step: Function, trainable: Any, limit: Callable[[float, float], float]) -> Any:
+    """Runs a step, and sets the loss scale after it to ``limit(before, after)``."""
+    before = _progress(trainable)
+    norm = optimizer_step(trainable)
+    after = _progress(trainable)
+    if "loss_scale" in after and (scale := limit(before["loss_scale"], after["loss_scale"])) != after["loss_scale"]:
+        trainable.set_progress(after | {"loss_scale": scale})
+    return norm
+
+
+def _progress(trainable: Any) -> dict[str, float]:
+    return {name: float(number) for name, number in trainable.named_tensors("progress")}
+
+
+@OVERFLOW_FAULTS.add(
+    summary="AdamW counts an update that is skipped for an overflow, and its moments decay",
+    source="https://github.com/allenai/OLMo-core/pull/309, where it never counts",
+    stage="weights after N steps",
+    cells=sft("sft-overflow", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=FP16),
+    needs="fp16, AdamW, an overflow and an update after it",
+)
+def skip_counted_by_optimizer(optimizer_step: Function, trainable: Any) -> Any:
+    norm = optimizer_step(trainable)
+    for optimizer in of_torch(trainable.optimizer) if trainable.skipped else ():
+        first, second = optimizer.param_groups[0]["betas"]
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(first)  # as an update with zero gradients does
+            state["exp_avg_sq"].mul_(second)
+            state["step"] += 1
+    return norm
+
+
+@OVERFLOW_FAULTS.add(
+    summary="only the first rank finds an overflow, and the other ranks make the update",
+    source="https://github.com/pytorch/pytorch/pull/115710",
+    stage="loss scale",
+    cells=sft("sft-overflow", "llama", fsdp2="dp2", only=FP16),
+    needs="fp16, two ranks and an overflow",
+)
+def overflow_on_one_rank(find_overflow: Function, *arguments: Any) -> Any:
+    found = find_overflow(*arguments)
+    if torch.distributed.get_rank() > 0:
+        for number in found.values():
+            number.zero_()
+    return found
+
+
+@OVERFLOW_FAULTS.add(
+    summary="the learning-rate schedule counts an update that is skipped for an overflow",
+    source="https://github.com/Lightning-AI/pytorch-lightning/issues/18828",
+    stage="clipped update",
+    cells=sft("sft-overflow", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=FP16),
+    needs="fp16, an overflow and a schedule that is not constant",
+)
+def skip_counted_by_schedule(optimizer_step: Function, trainable: Any) -> Any:
+    norm = optimizer_step(trainable)
+    if trainable.skipped:
+        progress = _progress(trainable)
+        trainable.set_progress(progress | {"schedule": progress["schedule"] + 1})
+    return norm
+
+
+@OVERFLOW_FAULTS.add(
+    summary="the loss scale stays as it is at an overflow",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/1599, point 2",
+    stage="loss scale",
+    cells=sft("sft-overflow", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=FP16),
+    needs="fp16 and an overflow",
+)
+def scale_not_halved(optimizer_step: Function, trainable: Any) -> Any:
+    return _keep_scale(optimizer_step, trainable, max)
+
+
+@OVERFLOW_FAULTS.add(
+    summary="the loss scale falls at overflows and never grows, so gradients underflow in the end",
+    source="arXiv 1710.03740, section 3.3: it is increased when there was no overflow for N iterations",
+    stage="loss scale",
+    cells=sft("sft-overflow", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=FP16),
+    needs="fp16 and as many updates as the scale grows after",
+)
+def scale_never_grows(optimizer_step: Function, trainable: Any) -> Any:
+    return _keep_scale(optimizer_step, trainable, min)
+
+
+@OVERFLOW_FAULTS.add(
+    summary="an overflow stays in the buffer to which the next gradients are added, so every update is skipped",
+    source="docs/findings/deepspeed-offload-overflow.md",
+    stage="loss scale",
+    cells=sft("sft-overflow", "llama", deepspeed="dp2.zero1.offload", only=FP16),
+    needs="fp16, an overflow, an optimizer that is offloaded at ZeRO-1 or 2, and gradients added up in float32",
+)
+def overflow_stays(forget_overflow: Function, *arguments: Any) -> None:
+    pass

@@ -27,9 +27,9 @@ from conformance.spec.precision import PrecisionName
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
 from impl.faults.float8 import FLOAT8_FAULTS
 from impl.faults.models import MERGE_FAULTS
-from impl.faults.optimizer import MEGATRON_MUON_FAULTS, OVERFLOW_FAULTS
+from impl.faults.optimizer import MEGATRON_MUON_FAULTS
 from impl.faults.resume import RESUME_FAULTS
-from impl.faults.rounding import REMAINDER_FAULTS, ROUNDING_FAULTS
+from impl.faults.rounding import OVERFLOW_FAULTS, REMAINDER_FAULTS, ROUNDING_FAULTS
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
 ELSEWHERE = (
