@@ -15,7 +15,7 @@ the message. Here, the original error is raised.
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,8 @@ from impl.interface.distributed import Group
 from impl.interface.sharded_safetensors import Regions, fill
 from impl.interface.trainable import Writing
 
+GATHERED_AT_ONCE = 2**22  # elements
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
@@ -44,6 +46,13 @@ class _Cut:
     axis: int
     dim: int
     length: int
+
+
+def region_of(tensor: DTensor) -> str:
+    """Names the part of a tensor that this rank holds."""
+    mesh = tensor.device_mesh
+    place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return ".".join(f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()) or "full"
 
 
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
@@ -69,6 +78,19 @@ def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
             for i, cut, whole in zip(members, at, wholes, strict=True):
                 full[i] = whole.movedim(0, cut.dim).contiguous()
     return full
+
+
+def gathered(tensors: Iterable[tuple[str, DTensor]], device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each full tensor by its name, GATHERED_AT_ONCE elements at a time; collective."""
+    batch: dict[str, DTensor] = {}
+    numbers = 0
+    for name, tensor in tensors:
+        numbers += tensor.numel()
+        if batch and numbers > GATHERED_AT_ONCE:
+            yield from zip(batch, full_tensors(list(batch.values())), strict=True)
+            batch, numbers = {}, tensor.numel()
+        batch[name] = cast(DTensor, tensor.to(device))  # NCCL cannot gather offloaded pieces
+    yield from zip(batch, full_tensors(list(batch.values())), strict=True)
 
 
 def _cuts(tensor: DTensor) -> list[_Cut] | None:
@@ -174,6 +196,17 @@ def gradient_norm(gradients: Sequence[DTensor]) -> torch.Tensor:
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Returns the factor, at most 1, that scales ``norm`` to ``max_norm``; see ``torch.nn.utils.clip_grad_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def multiply(gradients: Sequence[DTensor], factor: torch.Tensor, *, in_float32: bool) -> None:
+    """Multiplies gradients in place. ``in_float32``: without rounding the factor to the dtype of gradients."""
+    with torch.no_grad():
+        local = [gradient.to_local() for gradient in gradients]
+    if in_float32:
+        for gradient in local:
+            gradient.mul_(float(factor))
+    else:
+        torch._foreach_mul_(local, torch.as_tensor(factor, dtype=local[0].dtype, device=local[0].device))
 
 
 # The state is copied into pageable memory before the call returns.

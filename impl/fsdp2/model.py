@@ -46,7 +46,7 @@ from impl.engine.optimizers import (
     update_count,
 )
 from impl.fsdp2 import dtensors
-from impl.fsdp2.dtensors import full_tensors, write_region
+from impl.fsdp2.dtensors import write_region
 from impl.fsdp2.float8 import SHAPE_MULTIPLE, agree_on_scales, begin_histories, cast_layers, update_scales
 from impl.fsdp2.model_parallel import (
     apply_explicit_plan,
@@ -70,16 +70,6 @@ from impl.models.router import routers_of
 def _second(parameter: torch.nn.Parameter) -> ShardAlong:
     """Shards along the second dimension: stacked experts are sharded over ``ep`` along the first."""
     return ShardAlong(1)
-
-
-def region_of(tensor: DTensor) -> str:
-    """Names the part of a tensor that this rank holds."""
-    mesh = tensor.device_mesh
-    place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
-    return ".".join(f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()) or "full"
-
-
-GATHERED_AT_ONCE = 2**22  # elements
 
 
 class Fsdp2Model(HuggingFaceModel):
@@ -181,7 +171,7 @@ class Fsdp2Model(HuggingFaceModel):
             return None
         seed = [torch.initial_seed()]
         dist.broadcast_object_list(seed, src=0)
-        return Replicas(region=lambda parameter: region_of(cast(DTensor, parameter)), seed=seed[0])
+        return Replicas(region=lambda parameter: dtensors.region_of(cast(DTensor, parameter)), seed=seed[0])
 
     def expert_mesh(self) -> DeviceMesh:
         """Returns the mesh of the ranks that hold the same experts."""
@@ -304,13 +294,7 @@ class Fsdp2Model(HuggingFaceModel):
             total = self.context.pipeline.norm_of_all(total)
         if self.max_grad_norm is not None:
             coefficient = dtensors.clip_coefficient(total, self.max_grad_norm)
-            with torch.no_grad():
-                local = [g.to_local() for g in gradients]
-            if self.context.config.tier.stored:
-                for gradient in local:  # torch._foreach_mul_ would round the factor to the dtype of gradients
-                    gradient.mul_(float(coefficient))
-            else:
-                torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
+            dtensors.multiply(gradients, coefficient, in_float32=self.context.config.tier.stored is not None)
         return total
 
     def advance_schedule(self) -> None:
@@ -331,21 +315,12 @@ class Fsdp2Model(HuggingFaceModel):
                 if "step" in (state := self.optimizer.state.get(parameter, {})):
                     yield name, torch.tensor(float(state["step"]), dtype=torch.float64)
             return
-        batch: dict[str, DTensor] = {}
-        numbers = 0
-        for name, tensor in self._named(kind):
-            numbers += tensor.numel()
-            if batch and numbers > GATHERED_AT_ONCE:
-                yield from zip(batch, full_tensors(list(batch.values())), strict=True)
-                batch, numbers = {}, tensor.numel()
-            # NCCL cannot gather offloaded pieces.
-            batch[name] = cast(DTensor, tensor.to(self.context.config.device))
-        yield from zip(batch, full_tensors(list(batch.values())), strict=True)
+        yield from dtensors.gathered(self._named(kind), self.context.config.device)
         yield from published_buffers(self.model).items() if kind == "weight" else ()
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
         for name, tensor in self._named(kind):
-            yield Shard(name, region_of(tensor), tensor.to_local())
+            yield Shard(name, dtensors.region_of(tensor), tensor.to_local())
         for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
             yield Shard(name, "full", buffer)
 

@@ -29,7 +29,8 @@ from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.spec.scenario import OptimizerConfig
 from impl.engine.hugging_face import compile_layers, layers_of
 from impl.engine.optimizers import keeps, parameter_groups, read_progress, trained_parameters, update_count
-from impl.fsdp2.model import GATHERED_AT_ONCE, Fsdp2Model
+from impl.fsdp2.dtensors import GATHERED_AT_ONCE
+from impl.fsdp2.model import Fsdp2Model
 from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
 from impl.interface.sharded_safetensors import SliceReader, fill, fill_flat
 from impl.interface.trainable import WrittenKind
