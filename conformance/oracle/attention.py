@@ -5,7 +5,6 @@ attention is that of DeepSeek-V2, arXiv 2405.04434 section 2.1.2 and 2.1.3 (equa
 2412.19437 section 2.1.1. Gated DeltaNet is arXiv 2412.06464 (equation 10 and section 3.4), token by token.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -52,26 +51,6 @@ def attend(
         scores_HTT = torch.cat([scores_HTT, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
     probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=stable)[..., : len(k)].to(v.dtype)
     return (probabilities_HTT @ v.transpose(0, 1)).transpose(0, 1)
-
-
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attends within each document, grouped-query (arXiv 2305.13245 section 2), in the dtype of the inputs.
-    ``q`` and the result: (T, H, E); ``k``, ``v``: (T, K, E). ``lengths`` of the documents add up to T. ``sinks``: (H,).
-    """
-    group = q.shape[1] // k.shape[1]
-    k_THE, v_THE = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    documents = zip(*(x.split(list(lengths)) for x in (q, k_THE, v_THE)), strict=True)
-    run = partial(attend, scale=scale, stable=q.dtype, sinks=sinks)
-    return torch.cat([run(*qkv, hidden=hidden_keys(len(qkv[0]), window)) for qkv in documents])
 
 
 def attention(

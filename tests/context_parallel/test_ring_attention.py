@@ -8,6 +8,7 @@ import pytest
 import torch
 from cells import exhaustive, ranks_of
 from conftest import make_cell
+from ring_tasks import packed_attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from conformance.core.host import resolve
 from conformance.data.documents import build_batches
 from conformance.numerics.float64_tier import exact_tier
-from conformance.oracle.attention import packed_attention
 from conformance.runtime import Device, Pool
 from conformance.spec.batch import Column, Document, Row
 from impl.context_parallel import flash_attn_shim, reference_kernel

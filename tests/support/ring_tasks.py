@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from conformance.numerics.float64_tier import exact_tier
-from conformance.oracle.attention import packed_attention
+from conformance.oracle.attention import attend, hidden_keys
 from conformance.runtime import RankContext
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, RingKind
 from impl.context_parallel.sequence_sharding import restore
@@ -16,6 +17,26 @@ from impl.interface.micro_batches import NO_TARGET, MicroBatch
 
 HEADS, KV_HEADS, E = 4, 2, 8
 SCALE = 0.3
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attends within each document, grouped-query (arXiv 2305.13245 section 2), in the dtype of the inputs.
+    ``q`` and the result: (T, H, E); ``k``, ``v``: (T, K, E). ``lengths`` of the documents add up to T. ``sinks``: (H,).
+    """
+    group = q.shape[1] // k.shape[1]
+    k_THE, v_THE = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    documents = zip(*(x.split(list(lengths)) for x in (q, k_THE, v_THE)), strict=True)
+    run = partial(attend, scale=scale, stable=q.dtype, sinks=sinks)
+    return torch.cat([run(*qkv, hidden=hidden_keys(len(qkv[0]), window)) for qkv in documents])
 
 
 def errors(
