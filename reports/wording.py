@@ -87,7 +87,7 @@ def likely_causes(cell: Cell) -> dict[str, str]:
 
 
 def circumstances(cell: Cell) -> str:
-    """Returns what the reason of a failing cell says besides its first difference; the whole reason of others."""
+    """Returns the reason of a cell without its first difference, which is shown elsewhere; all of it without one."""
     if not (first := first_finding(cell)):
         return cell.reason
     worst = max((f for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)), key=lambda f: f.urgency)

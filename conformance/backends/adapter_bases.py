@@ -1,6 +1,6 @@
-"""Bases of adapters for frameworks of others: what is the same for all, and whole trainings by Hugging Face trainers.
+"""Provides optional base classes of adapters: for any framework, and for whole trainings by Hugging Face trainers.
 
-An adapter that derives from them is about its framework only. All optional.
+An adapter that derives from one has only the code that its framework needs.
 """
 
 import contextlib

@@ -166,7 +166,7 @@ class Backend(Protocol):
 
     objectives: the kinds of objective that the backend trains. Default: ``sft`` only.
     optimizers: the names of optimizers that it trains with. Default: ``sgd`` and ``adamw``.
-    lacking_optimizers: why it does not train with others, by name, for the reason of cells that ask for them.
+    lacking_optimizers: by name of an optimizer that it does not train with, why; the reason that such cells show.
     seams: patch points, functions that faults may wrap; see conformance.backends.faults.
     expected: a tuple of conformance.spec.known_defects.ExpectedDifference.
     preload: names of modules that are slow to import; they are imported once, before ranks are forked.

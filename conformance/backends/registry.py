@@ -83,7 +83,7 @@ class Traits:
 
     packages: versions of the distributions that it names. seams: the names of its patch points. methods: those of
     OPTIONAL that it has. preload: modules to import before ranks are forked, including its own module. preload_apart:
-    the modules to import instead, by layout option. code: see ``code_of``. For the others, see
+    the modules to import instead, by layout option. code: see ``code_of``. For the other fields, see
     conformance.backends.protocol.
     """
 
@@ -401,8 +401,10 @@ def _own_name(entry: BackendEntry) -> str:
 
 
 def import_adapters(entries: Sequence[BackendEntry]) -> None:
-    """Starts the processes of adapters that are not there, so that they import at the same time. What cannot be started
-    is told by the first question."""
+    """Starts processes of adapters that do not run yet, so that they import at the same time.
+
+    The first question to an adapter whose process cannot be started raises the reason.
+    """
     for entry in entries:
         if not entry.python and (entry.target, "") not in _there and (name := _own_name(entry)) not in _begun:
             with contextlib.suppress(StartError, OSError):

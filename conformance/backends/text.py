@@ -203,7 +203,7 @@ class ServedPipeline:
     ) -> tuple[list[int], list[bool]] | None:
         """Returns the tokens of a conversation, and whether each is trained on; None if the sample is left out.
 
-        form: ``first`` and ``is_pair``, of which only pipelines with ``forms`` are told.
+        form: ``first`` and ``is_pair``, which only pipelines with ``forms`` get.
         """
         form = form if self.info.forms else {}
         found = self._call("encode", messages=list(messages), tools=list(tools), max_len=max_len, **form)

@@ -194,7 +194,7 @@ class Bisection:
 
     def run(self) -> tuple[int, int]:
         """Returns the last set that answers as the first does, and the first that answers as the last does. Raises
-        UsageError if the ends answer alike, or cannot be asked."""
+        UsageError if the first and the last set answer the same, or cannot be asked."""
         good, bad = 0, len(self.sets) - 1
         first, last = self._answer(good), self._answer(bad)
         for place, answer in ((good, first), (bad, last)):

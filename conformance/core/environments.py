@@ -62,9 +62,9 @@ class Environment:
 
     requirements: as pip reads them. python: a version such as ``3.12``, or the path of an executable; empty: the
     running interpreter. dependencies: install what the requirements need, too; without it (the default where packages
-    are inherited) only the requirements themselves are installed. find_links: folders of wheels beside the index; in a
-    file, from its folder. index: beside the configured one. variables: environment variables of the ranks, such as
-    NCCL_ALGO, which are set when their Python starts.
+    are inherited) only the requirements themselves are installed. find_links: folders of wheels in addition to the
+    index; in a file, from its folder. index: in addition to the configured one. variables: environment variables of the
+    ranks, such as NCCL_ALGO, which are set when their Python starts.
     """
 
     requirements: tuple[str, ...]

@@ -227,8 +227,9 @@ def one_by_one(units: Sequence[Unit | None]) -> Iterator[tuple[Document, ...]]:
 def pack(units: Sequence[Unit | None], *, max_len: int) -> Iterator[tuple[Document, ...]]:
     """Yields rows of units, taken in order while they fit, and reused from the start.
 
-    None stands for a unit that is left out; if all are None, no row is yielded. If the second unit does not fit beside
-    the first, the next one that fits is taken instead, of at most LOOK_AHEAD, so that a row of a single unit is rare.
+    None stands for a unit that is left out; if all are None, no row is yielded. If the second unit does not fit into
+    the row of the first, the next one that fits is taken instead, of at most LOOK_AHEAD, so that a row of a single unit
+    is rare.
     """
     queue = deque(range(len(units)))
 

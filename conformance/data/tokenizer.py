@@ -367,7 +367,7 @@ class Documents:
         return Document(tokens[:limit], targets[:limit], columns)
 
     def check_packing(self) -> None:
-        """Raises UsageError if half of the documents that are likely to be used fit no second one beside them."""
+        """Raises UsageError if half of the documents that are likely to be used leave no room in a row for a second."""
         limit, lengths = self.config.max_len, self._likely_lengths()
         alone = _count_alone(lengths, limit)
         if 2 * alone < len(lengths) or not lengths:
@@ -486,5 +486,5 @@ class Documents:
 
 
 def _count_alone(lengths: Sequence[int], limit: int) -> int:
-    """Counts the documents beside which the shortest one does not fit into a row of ``limit`` tokens."""
+    """Counts the documents that leave no room for the shortest one in a row of ``limit`` tokens."""
     return sum(length + min(lengths) > limit for length in lengths)

@@ -242,7 +242,7 @@ def circumstances(
 
 
 def _undecided(first: Quantity, here: Sequence[Quantity], observables: Sequence[Observable]) -> Iterator[str]:
-    """Says what cannot be told apart at a step whose gradients were not read. ``here``: the quantities of this step."""
+    """Names causes that look the same at a step whose gradients were not read. ``here``: quantities of this step."""
     of = [o for o in observables if (o.kind == "tensors" and o.applies(first.step)) or o.norm_of]
     model = next((o.key.rpartition(".")[0] for o in of if o.stage == first.stage), None)
     stages = {o.stage for o in of if o.key.rpartition(".")[0] == model}

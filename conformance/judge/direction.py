@@ -50,8 +50,8 @@ ROWS = "logprob"  # key of the rows whose direction is measured
 
 
 def is_summed_in(tensor: str, scale: str) -> bool:
-    """Tells whether the scale of this name, such as ``gradient: scale of layer 1``, is that of a tensor and others; so
-    is the size of all errors."""
+    """Tells whether a scale, such as ``gradient: scale of layer 1``, or the size of all errors, belongs to several
+    tensors, one of which is ``tensor``."""
     of = scale.partition(SCALE)[2]
     layer = LAYER.search(tensor)
     return of in ("", ALL_STEPS, f" of {LAYER.sub('*.', tensor, count=1)}") or bool(

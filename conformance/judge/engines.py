@@ -1,4 +1,4 @@
-"""Judges what a rollout engine computes: log-probs, distributions, greedy tokens; beside other requests and trainers.
+"""Judges the log-probs, distributions and greedy tokens of a rollout engine, alone, in batches and against trainers.
 
 Log-probs are compared with the oracle's float64 as those of a training: the bound is that of the engine's precision,
 measured by single-process runs on the same tokens (conformance.judge.tolerance).

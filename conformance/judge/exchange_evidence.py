@@ -186,8 +186,8 @@ def _until_backward(layout: Layout, step: Step, *, due: float, accumulation: int
 
 
 def keeps_weights(layout: Layout, scenario: Scenario) -> bool:
-    """Tells whether ranks may hold whole weights in ZeRO-3: on the CPU, of frozen models beside Megatron-FSDP's, or if
-    a share and one of hpZ's second copy are as large."""
+    """Tells whether ranks may hold whole weights in ZeRO-3: with offloading, of frozen models next to models that
+    Megatron-FSDP shards, or if a rank's shards of the weights and of hpZ's second copy are together as large as all."""
     frozen = "mfsdp" in layout.options and not all(role.trained for role in scenario.objective.roles)
     return "offload" in layout.options or frozen or part_of_weights(layout) >= 1
 
@@ -233,8 +233,9 @@ def hides_whole_weights(layout: Layout, step: Step, due: float) -> bool:
 
 
 def gathered_numbers(layout: Layout, step: Step) -> int:
-    """Returns the most numbers of tokens that ranks of one sequence gather in the passes that claims read, where they
-    cannot be told from weights: some rank looks no token up, or Megatron-FSDP's passes are not the first alone."""
+    """Returns the largest number of values (NUMBERS for each token) that ranks of one sequence may gather in the passes
+    that claims read, where they cannot be distinguished from weights: some rank looks no token up, or Megatron-FSDP's
+    passes are not the first alone."""
     if layout.sp * layout.ulysses == 1:
         return 0
     if "mfsdp" in layout.options:

@@ -387,7 +387,7 @@ def _of_shares(layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, s
 
 
 def _of_experts(layout: Layout, ranks: Ranks, scenario: Scenario, sizes: Sizes, stage: int | None) -> Truths:
-    """Checks expert parallelism: tokens travel, and experts' gradients are reduced over fewer ranks than others."""
+    """Checks expert parallelism: tokens travel, and experts' gradients are reduced over fewer ranks than the rest."""
     if layout.ep == 1:
         return
     for text, where in (("tokens go to the ranks of their experts", _outside), ("gradients come back", in_backward)):

@@ -177,7 +177,7 @@ def _of_powers(casts: Sequence[Any], operand: str) -> float | None:
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:
     """Returns the most multiplications of a rank's backward pass, if its rows and its vocabulary are padded as much as
     libraries do. Where recomputed products are not recognised, as in a library's own autograd function, they cannot be
-    told from those for gradients."""
+    distinguished from those for gradients."""
     multiple = BLOCK * max(1, linear.hidden)
     outside = -(-linear.outside // multiple) * multiple
     share = -(-layers // layout.pp) / layers / (1 if linear.uncut else layout.tp)
@@ -225,7 +225,7 @@ def _completed(masks: Counter[tuple[str, str]], forward: Counter[tuple[str, str]
 
 
 def _shared(own: Counter[tuple[str, str]], others: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
-    """Returns the activations and masks of which ``others`` has the same activations or the same mask."""
+    """Returns those pairs of activations and mask whose activations or mask are also in a pair of ``others``."""
     activations, masks = {pair[0] for pair in others}, {pair[1] for pair in others}
     return Counter({pair: n for pair, n in own.items() if pair[0] in activations or pair[1] in masks})
 

@@ -194,7 +194,7 @@ def numbers_kept(shape: tuple[int, ...], *, above: float) -> int:
 
 
 def is_part(name: str) -> bool:
-    """Returns whether a tensor of a record is a further part of a sketch, beside the projected rows."""
+    """Returns whether a tensor of a record is a part of a sketch other than the projected rows."""
     return name.partition("/")[0].endswith(PARTS)
 
 

@@ -83,7 +83,7 @@ class Floor:
 
 
 def floor_from_json(values: Any) -> Floor:
-    """Parses the JSON values of ``dataclasses.asdict``. Raises KeyError, TypeError or ValueError for others."""
+    """Parses the JSON values of ``dataclasses.asdict``. Raises KeyError, TypeError or ValueError for other values."""
     require, backends = (tuple(map(str, values[name])) for name in ("require", "backends"))
     if values.get("against"):
         raise ValueError("a baseline: an older version compared it with an earlier run; use that version")

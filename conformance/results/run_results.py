@@ -132,7 +132,7 @@ class Run:
     leased: for each GPU (UUID), or slot of a host, the share of the last attempt's time in which cells and oracles
     used it; empty if nothing was leased, with pytest, and after a merge of several jobs.
     phases: the seconds of the controller, cells, oracle, ranks and worker groups by phase, from the timeline; phases
-    that begin with ``wait:`` wait for others.
+    that begin with ``wait:`` wait for other processes.
     cpu_seconds: the processor time of all processes of the last attempt.
     gpu_active: by UUID, the share of the time in which the GPU's multiprocessors worked, sampled; by ``UUID kernels``,
     the share in which any kernel ran, where NVML measures no multiprocessors.

@@ -109,9 +109,9 @@ class CutReach:
 class ModelReach:
     """Describes what coincides in a model's configuration, so that a confusion would not show.
 
-    coincidences: number of sizes that are equal, in a usual ratio or the product of two others, of numbers that are
-        transformers' defaults, and of other conditions that hide a confusion. in_family: those that hold in all
-        measured models of the same model_type.
+    coincidences: the number of pairs of sizes that are equal or in a usual ratio, of sizes that are the product of two
+        other sizes, of transformers' defaults, and of other conditions that hide a confusion. in_family: those that
+        hold in all measured models of the same model_type.
     """
 
     model: str

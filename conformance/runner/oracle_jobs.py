@@ -9,8 +9,8 @@ Below the exact tier, rounding may send a token to other experts, and then no la
 process in bf16 is as far from float64 as a wrong backend. So the choices of the oracle's float64 run are part of the
 batches there (conformance.oracle.run). In the exact tier a backend makes its own choices, which are judged.
 
-While cells run, the records lie beside the output folder, in a folder that no rank is told, and this process keeps
-their digests. So a rank finds no reference in the folders that it gets, and one that it changed is not judged by. At
+While cells run, the records lie next to the output folder, in a folder whose name no rank gets, and this process
+keeps their digests. So a rank finds no reference in its folders, and no cell is judged by a changed reference. At
 the end of the session the records are moved into the output folder.
 """
 

@@ -3,7 +3,7 @@
 The result has the failure, and whether the ranks had run other cells before, one of which may then be the cause.
 
 A phase reaches nothing of the phases before it, but what they saved, and that in another place. Their worker groups
-have ended, and their folders lie beside the output folder until the last phase is done. As a control, a phase may load
+have ended, and their folders lie next to the output folder until the last phase is done. As a control, a phase may load
 once more from a copy whose tensors were changed, which must fail or show.
 """
 

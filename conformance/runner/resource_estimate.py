@@ -297,7 +297,7 @@ def _rank(phase: Phase, scenario: Scenario, size: Size, *, is_cut: bool = True) 
 
 
 def _on_host(phase: Phase, scenario: Scenario, adapters: dict[BackendEntry, Adapter]) -> int:
-    """Returns the bytes of the host's memory that a rank of a phase needs beside its GPU, as its adapter reports."""
+    """Returns the bytes of host memory that a rank of a phase needs in addition to its GPU, as its adapter reports."""
     try:
         if phase.backend not in adapters:
             adapters[phase.backend] = adapter_of(phase.backend)

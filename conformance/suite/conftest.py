@@ -127,7 +127,7 @@ def _end_on_hosts(config: pytest.Config) -> None:
 def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
     """Raises UsageError if memory or disk do not suffice for the cells that can run, one in every worker.
 
-    All workers compare with the resources that their controller measured, so that they decide alike.
+    All workers compare with the resources that their controller measured, so that all decide the same.
     """
     where = ranks(config)
     refusals = Refusals(where.device, ranks_per_gpu=where.ranks_per_gpu)

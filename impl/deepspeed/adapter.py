@@ -248,7 +248,7 @@ class DeepspeedBackend(ReferenceBackend):
 
     @classmethod
     def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
-        """Returns the host memory needed beside a GPU: for pieces that ZeRO-3 collects, and for ``offload``."""
+        """Returns the host memory that a rank on a GPU needs: for pieces that ZeRO-3 collects, and for ``offload``."""
         return host_bytes(states_of, scenario, layout)
 
     @classmethod

@@ -103,7 +103,7 @@ class HuggingFaceModel:
         return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
 
     def replicas(self) -> Replicas | None:
-        """Returns how to know parameters that several ranks hold; None if they need not be rounded alike."""
+        """Identifies parameters that several ranks hold and have to round to equal numbers; None if there are none."""
         return None
 
     def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:

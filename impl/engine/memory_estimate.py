@@ -62,7 +62,7 @@ class States:
     weights: the weights that compute, or the sharded masters from which they are gathered.
     gradients: when they are ready.
     freed: the part of the gradients that the update frees, before another model has any.
-    optimizer: masters beside the weights, and both moments of AdamW.
+    optimizer: masters in addition to the weights, and both moments of AdamW.
     passing: temporary layers and buckets.
     update: the temporary copy of a moment that AdamW makes for all parameters at once.
     host: the states that ``offload`` moves to the host, with their buffers there.

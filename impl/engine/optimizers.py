@@ -125,8 +125,8 @@ def stored_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig, *, stochastic: bool, replicas: "Replicas | None"
 ) -> torch.optim.Optimizer:
     """Builds AdamW over parameters without masters: it computes in float32 and rounds its results once, with
-    ``stochastic`` parameters at random, by torchao. ``replicas``: whose parameters are rounded alike; None: each rank
-    draws from its own generator, as torchao does."""
+    ``stochastic`` parameters at random, by torchao. ``replicas``: parameters that all their ranks round to the same
+    numbers; None: each rank draws from its own generator, as torchao does."""
     if not stochastic:  # torch's other kernels round every intermediate result
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     from torchao.optim import _AdamW  # only these cells need torchao

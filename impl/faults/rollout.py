@@ -182,7 +182,7 @@ def return_reset_at_observation(estimate: Function, responses: Any, objective: A
 
 
 def _turns(response: Any) -> list[Any]:
-    """Splits a response where tokens that are not trained on stand between two others."""
+    """Splits a response where tokens that are not trained on stand between two that are."""
     ends = [place + 1 for place, gap in enumerate(response.gaps.tolist()) if gap > 1]
     bounds = [0, *ends, len(response.old_logprobs)]
     parts = []

@@ -122,7 +122,7 @@ Wanted = frozenset[OutputName | Distillation]  # an objective stands for the out
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Holds the requested outputs of a micro-batch; None for others.
+    """Holds the requested outputs of a micro-batch; an output that was not requested is None.
 
     Most are (rows, length) in float32 or wider. All ranks that share the micro-batch have the same numbers.
 
