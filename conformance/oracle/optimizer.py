@@ -5,6 +5,7 @@ hide here as well. The conventions (clipping, weight decay, schedule, loss scale
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -47,6 +48,22 @@ def rounded_at_random(x: torch.Tensor, bits: int, generator: torch.Generator) ->
     # Where a GPU is the default device, numbers are drawn on the generator's all the same.
     numbers = torch.rand(x.shape, generator=generator, dtype=torch.float64, device=generator.device)
     return unit * (below + (numbers.to(x.device) < x / unit - below))
+
+
+class StoredRounding:
+    """Rounds what an update without masters leaves to the dtype in which it is stored."""
+
+    def __init__(self, policy: Policy, *, seed: tuple[int, int, bool]) -> None:
+        assert policy.stored
+        self._dtype, self._stochastic = policy.stored, policy.stochastic
+        self._generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
+
+    def nearest(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self._dtype).to(x.dtype)
+
+    def weight(self, x: torch.Tensor) -> torch.Tensor:
+        bits = 1 - int(math.log2(torch.finfo(self._dtype).eps))
+        return rounded_at_random(x, bits, self._generator) if self._stochastic else self.nearest(x)
 
 
 class Sgd:

@@ -10,10 +10,8 @@ with documents that cannot attend to each other.
 """
 
 import contextlib
-import math
 import platform
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,10 +33,10 @@ from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.optimizer import (
     AdamW,
     LossScale,
+    StoredRounding,
     clip_factor,
     global_norm,
     make_optimizer,
-    rounded_at_random,
     stacked,
 )
 from conformance.oracle.primitives import UNNAMED, UNNAMED_NORM, Policy, Tap, Variant, Weights
@@ -392,7 +390,7 @@ def _train(
             factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
             groups = scenario.optimizer.matrices(sorted(gradients))
             if policy.stored:
-                keeps = _Stored(policy, seed=(scenario.seed, step, policy.fused))
+                keeps = StoredRounding(policy, seed=(scenario.seed, step, policy.fused))
                 _update_stored(model, gradients, factor, lr, keeps)
             else:
                 _update(model, groups, gradients, factor, lr, is_last=step == scenario.steps - 1)
@@ -421,23 +419,7 @@ def _update(
     model.updates += 1
 
 
-class _Stored:
-    """Rounds what an update without masters leaves to the dtype in which it is stored."""
-
-    def __init__(self, policy: Policy, *, seed: tuple[int, int, bool]) -> None:
-        assert policy.stored
-        self._dtype, self._stochastic = policy.stored, policy.stochastic
-        self._generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
-
-    def nearest(self, x: Tensor) -> Tensor:
-        return x.to(self._dtype).to(x.dtype)
-
-    def weight(self, x: Tensor) -> Tensor:
-        bits = 1 - int(math.log2(torch.finfo(self._dtype).eps))
-        return rounded_at_random(x, bits, self._generator) if self._stochastic else self.nearest(x)
-
-
-def _update_stored(model: Model, gradients: Weights, factor: float, lr: float, stored: _Stored) -> None:
+def _update_stored(model: Model, gradients: Weights, factor: float, lr: float, stored: StoredRounding) -> None:
     """Updates weights without masters: clipped gradients, moments and weights are rounded once each."""
     for name, gradient in gradients.items():
         optimizer = model.optimizers[name]

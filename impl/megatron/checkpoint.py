@@ -92,7 +92,7 @@ def save(path: Path, training: Training, when: Writing) -> None:
 
 
 def _raising_on_all_ranks(doing: str) -> AbstractContextManager[Any]:
-    """Raises on all ranks if the first one cannot write common.pt, for which the library's next collective would wait."""
+    """Raises on all ranks if the first cannot write common.pt: they would wait for it in the next collective."""
     if (writer := writer_of_common_state()) is None:
         return contextlib.nullcontext()
     owner, name = writer
