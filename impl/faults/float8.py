@@ -549,7 +549,7 @@ def te_histories_updated_twice(is_recomputing: Function) -> bool:
 @FLOAT8_FAULTS.add(
     summary="tensor-parallel ranks cast parts of the sequence by their own magnitudes, and gather them",
     source=f"{_OF_TRANSFORMER_ENGINE}/pull/1471, whose reduction over tensor-parallel ranks this is",
-    stage="log-probs",
+    stage="gradients",
     cells=sft("sft-packed", "llama-even-deep", megatron="tp2.te.fp8tensor.seqpar", only=FLOAT32),
     needs="te, fp8tensor and seqpar",
 )
