@@ -60,10 +60,18 @@ def pool(tmp_path: Path, gpus: Gpus) -> Iterator[Pool]:
 
 
 def run(
-    pool: Pool, task: str, logs: Path, *, size: int = 1, budget_s: float = 60, alone: bool = False, **kwargs: Any
+    pool: Pool,
+    task: str,
+    logs: Path,
+    *,
+    key: str = "test",
+    size: int = 1,
+    budget_s: float = 60,
+    alone: bool = False,
+    **kwargs: Any,
 ) -> Outcome:
     return pool.run(
-        key="test",
+        key=key,
         config=group_config(size=size),
         task=f"worker_group_tasks:{task}",
         kwargs=kwargs,
@@ -347,6 +355,21 @@ def test_all_blocks_share_one_import_without_leases(pool: Pool, tmp_path: Path) 
     assert len({_parent(rank) for rank in ranks}) == 1
     assert len(list(tmp_path.rglob("forkserver-*.log"))) == 1
     assert holders(GPUS, lease_folder()) == ""
+
+
+def test_idle_groups_of_a_block_are_few(pool: Pool, tmp_path: Path) -> None:
+    """Every idle rank keeps a context on its GPU; with large models (test_leased_oracles) one group is kept."""
+
+    def pid(key: str) -> int:
+        rank = results(run(pool, "pids", tmp_path, key=key, size=2))[0]["rank"]
+        assert isinstance(rank, int)
+        return rank
+
+    pids = [pid(key) for key in "abc"]
+    assert [pid(key) for key in "abc"] == pids
+    pid("d")
+    assert is_dead_soon(pids[0])  # the one that was idle longest
+    assert [pid(key) for key in "bc"] == pids[1:]
 
 
 def test_a_task_alone_waits_for_all_and_ends_idle_groups(pool: Pool, tmp_path: Path) -> None:
