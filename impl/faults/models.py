@@ -5,7 +5,7 @@ A fault of an architecture ignores a part of the model's configuration when the 
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,9 @@ ARCHITECTURE_FAULTS = Faults()
     needs="a model with scaled rotary positions",
 )
 def positions_not_scaled(load_model: Function, trainable: Any, path: Path) -> Any:
-    theta = _config(path)["rope_parameters"]["rope_theta"]
-    return _with_base(load_model(trainable, path), theta)
+    config = _config(path)
+    rope = config.get("rope_parameters", config)  # of each kind of layer, if these have bases of their own
+    return _with_base(load_model(trainable, path), lambda kind: rope.get(kind, rope).get("rope_theta", 1e4))
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -162,13 +163,14 @@ def _config(path: Path) -> dict[str, Any]:
     return values
 
 
-def _with_base(model: Any, theta: float) -> Any:
-    """Gives rotary positions the frequencies of a base alone."""
+def _with_base(model: Any, base_of: Callable[[str], float]) -> Any:
+    """Gives rotary positions the frequencies of a base alone. base_of: by the kind of layer, if buffers name one."""
     for module in model.modules():
-        if isinstance(scaled := getattr(module, "inv_freq", None), Tensor):
+        for name in [name for name in dir(module) if re.fullmatch(r"(\w+_attention_)?inv_freq", name)]:
+            kind, scaled = name.removesuffix("inv_freq"), getattr(module, name)
             exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
-            module.inv_freq = (1.0 / theta**exponents).to(scaled)
-            module.attention_scaling = 1.0
+            setattr(module, name, (1.0 / base_of(kind.rstrip("_")) ** exponents).to(scaled))
+            setattr(module, f"{kind}attention_scaling", 1.0)
     return model
 
 
@@ -180,7 +182,7 @@ def _with_base(model: Any, theta: float) -> Any:
     needs="a model with another rope_theta",
 )
 def default_theta(load_model: Function, trainable: Any, path: Path) -> Any:
-    return _with_base(load_model(trainable, path), 1e4)
+    return _with_base(load_model(trainable, path), lambda _: 1e4)
 
 
 @ARCHITECTURE_FAULTS.add(
@@ -307,7 +309,7 @@ def sinks_dropped(load_model: Function, trainable: Any, path: Path) -> Any:
     for module in model.modules():
         if hasattr(module, "sinks"):
             module.register_forward_hook(lambda own, _, output: (output[0] + 0 * _local(own.sinks).sum(), *output[1:]))
-        if hasattr(module, "softmax_offset"):
+        if getattr(module, "softmax_offset", None) is not None:
             _forget_sinks(module)
     return model
 

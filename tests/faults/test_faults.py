@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from cells import BACKENDS, MICRO_BATCHES, cell_of, exhaustive, one_of_each_stage, slow, small
 from side_sample import NAMES, SCENARIO, Change, scaled, write_oracle, write_record
 
 from conformance.backends.faults import catalogue, plant
 from conformance.backends.protocol import Backend
+from conformance.core.host import FIXTURES
 from conformance.judge.expected_differences import judge_cell
 from conformance.results.verdict import Verdict
 from conformance.runner import phases
@@ -30,6 +32,7 @@ from impl.faults.models import MERGE_FAULTS
 from impl.faults.optimizer import MEGATRON_MUON_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rounding import OVERFLOW_FAULTS, REMAINDER_FAULTS, ROUNDING_FAULTS
+from impl.models.loading import empty_model
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
 ELSEWHERE = (
@@ -216,6 +219,31 @@ def test_what_odd_fixtures_show_the_first_fixtures_hide(session: Session, name: 
     scenario, model, layout = ODD[name]
     asked = cell_of("fsdp2", scenario, model.removesuffix("-odd"), layout, "exact", name, steps=1)
     verdict = session.run(asked).verdict
+    assert verdict.state == "infrastructure"
+    assert f"{name} was planted and called, and nothing differs" in verdict.reason
+
+
+FOLDERS = [path.parent.name for path in sorted((FIXTURES / "models").glob("*/model.safetensors"))]
+FAMILIES = [name for name in FOLDERS if name != "deepseek-v3-mtp"]  # transformers does not have its last layer
+
+
+@pytest.mark.parametrize("model", [name if name == "gemma3" else exhaustive(name) for name in FAMILIES])
+def test_faults_of_loading_fit_every_family(model: str) -> None:
+    """Also where they change nothing, as bases of rotary positions do that each kind of layer has for itself."""
+    folder = FIXTURES / "models" / model
+    loaded = empty_model(folder, dtype=torch.float32, attention=None, trusted=True)
+    for fault in CATALOGUE:
+        if fault.seam in ("load_model", "hugging_face_model"):
+            assert fault.wrap(lambda *_, **__: loaded)(None, folder) is not None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("backend", "name", "model"),
+    [("megatron", "sinks-dropped", "llama3-odd"), ("fsdp2", "positions-not-scaled", "gemma3-odd")],
+)
+def test_a_fault_that_changes_nothing_says_so(session: Session, backend: str, name: str, model: str) -> None:
+    verdict = session.run(cell_of(backend, "sft-packed", model, "dp2", "exact", name, steps=1)).verdict
     assert verdict.state == "infrastructure"
     assert f"{name} was planted and called, and nothing differs" in verdict.reason
 
