@@ -22,7 +22,7 @@ from conformance.core.host import resolve
 from conformance.core.io import make_folder, write_file
 from conformance.core.packages import write_reports
 from conformance.data.chat_templates import Conversation, TemplateFolder, own_template, published, read_conversations
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.judge.engines import Check
 from conformance.judge.sample_order import judge_order
 from conformance.judge.text import TextCheck, judge_conversations

@@ -28,7 +28,7 @@ from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable, is_unused, make_folder, owned, write_file
 from conformance.core.process import Stop, seconds_of_tree, stop_code
 from conformance.core.timeline import processor_table, seconds_by_phase, table, timeline, to_chrome
-from conformance.data.prepare import input_digests
+from conformance.data.inputs import input_digests
 from conformance.judge.cells import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from conformance.core.host import resolve
 from conformance.core.process import seconds_of_tree
 from conformance.core.timeline import seconds_by_phase, timeline
-from conformance.data.prepare import FrozenInputs
+from conformance.data.inputs import FrozenInputs
 from conformance.judge.cells import Judges, combine
 from conformance.judge.expected_differences import explained, judge_cell
 from conformance.matrix.cell import Cell

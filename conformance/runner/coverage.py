@@ -18,8 +18,7 @@ import pandas as pd
 
 from conformance.core.host import resolve
 from conformance.core.io import read_json
-from conformance.data.documents import load_documents, variety_of
-from conformance.data.prepare import batches_of
+from conformance.data.inputs import batches_of, load_documents, variety_of
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
 from conformance.models.components import Layer, MixtureOfExperts

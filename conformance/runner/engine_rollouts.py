@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends.engines import GREEDY, Decoding, NotSupported, Reported, Sampled, ServedEngine
-from conformance.data.prepare import batches_of
+from conformance.data.inputs import batches_of
 from conformance.judge.engines import MOST_POINTS, TRUNCATED, Check, mismatch
 from conformance.judge.sampling import (
     Policy,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conformance.backends.engines import GREEDY, EngineFailed, NotSupported, Sampled, ServedEngine
 from conformance.core.errors import UsageError
-from conformance.data.prepare import batches_of
+from conformance.data.inputs import batches_of
 from conformance.data.tokenizer import load_tokenizer
 from conformance.judge.engines import (
     ROUTED,

@@ -38,7 +38,7 @@ from conformance import oracle
 from conformance.core.host import cache_folder
 from conformance.core.io import complete_or_nothing, locked
 from conformance.core.timeline import timeline
-from conformance.data.prepare import FrozenInputs, short_key
+from conformance.data.inputs import FrozenInputs, short_key
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
 from conformance.models.synthetic import is_large

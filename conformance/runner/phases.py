@@ -18,7 +18,7 @@ from conformance.backends.faults import find_fault
 from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import adapter_of
 from conformance.core.io import write_file
-from conformance.data.prepare import FrozenInputs
+from conformance.data.inputs import FrozenInputs
 from conformance.judge.tolerance import largest_rounding
 from conformance.matrix.cell import TASK, Cell, Phase, PhaseSpec
 from conformance.models.synthetic import with_other_numbers

@@ -17,7 +17,7 @@ from conformance.core.errors import UsageError
 from conformance.core.host import host_resources_of, resolve
 from conformance.core.io import make_folder
 from conformance.core.timeline import WAIT, timeline
-from conformance.data.prepare import FrozenInputs, check_trained, checked_model, prepare_inputs
+from conformance.data.inputs import FrozenInputs, check_trained, checked_model, prepare_inputs
 from conformance.judge.cells import Judges, one_thread
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written

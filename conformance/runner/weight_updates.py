@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conformance.backends.engines import EngineFailed, NotSupported, ServedEngine
 from conformance.core.errors import UsageError, did_you_mean
-from conformance.data.prepare import batches_of, prepare_inputs
+from conformance.data.inputs import batches_of, prepare_inputs
 from conformance.judge.engines import Check, Tolerance, judge_pair
 from conformance.judge.weight_sync import Synced, explain
 from conformance.matrix.cell import Cell, Phase

@@ -15,7 +15,7 @@ from conformance.bisect.run import any_differs, bisect_run
 from conformance.core import packages
 from conformance.core.errors import UsageError
 from conformance.core.host import HostResources, host_resources_of, resolve
-from conformance.data.prepare import input_digests
+from conformance.data.inputs import input_digests
 from conformance.matrix.cell import Cell
 from conformance.matrix.plan import Plan, make_plan
 from conformance.runner.placement import SessionConfig

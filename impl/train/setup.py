@@ -27,7 +27,7 @@ from conformance.backends.protocol import Unsupported, find_backend
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import cache_folder
 from conformance.core.io import Unwritable, read_json, write_file
-from conformance.data.documents import load_documents, samples_in_turn
+from conformance.data.inputs import load_documents, samples_in_turn
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.folder_checks import CONFIG, runs_code
 from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes

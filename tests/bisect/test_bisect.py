@@ -24,7 +24,7 @@ from conformance.bisect.explain import describe
 from conformance.bisect.locate import bisect, compare
 from conformance.bisect.oracle_capture import Reference, references
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import FrozenInputs, prepare_inputs
+from conformance.data.inputs import FrozenInputs, prepare_inputs
 from conformance.judge.tolerance import largest_rounding
 from conformance.numerics.float64_tier import exact_tier
 from conformance.results.bisection import Bisected, Bisection, Direction, First, Wrong

@@ -22,7 +22,7 @@ from conformance.backends.protocol import find_backend
 from conformance.cli import main as cli
 from conformance.cli.commands import command_names
 from conformance.core.host import FIXTURES, HostResources, host_resources_of
-from conformance.data import prepare
+from conformance.data import inputs as frozen_inputs
 from conformance.matrix.options import GROUPS
 from conformance.runner import session
 from conformance.spec.layout import Layout
@@ -246,8 +246,8 @@ def test_memory_is_checked_before_weights_are_read(
         raise AssertionError("read")
 
     monkeypatch.setattr(session, "host_resources_of", lambda out: dataclasses.replace(host_resources_of(out), memory=1))
-    monkeypatch.setattr(prepare, "input_sha256", read)
-    monkeypatch.setattr(prepare, "check_finite", read)
+    monkeypatch.setattr(frozen_inputs, "input_sha256", read)
+    monkeypatch.setattr(frozen_inputs, "check_finite", read)
     assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "parity plan shows the estimates" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.core.host import resolve
-from conformance.data.documents import build_batches
+from conformance.data.inputs import build_batches
 from conformance.numerics.float64_tier import exact_tier
 from conformance.runtime import Device, Pool
 from conformance.spec.batch import Column, Document, Row

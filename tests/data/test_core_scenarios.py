@@ -10,7 +10,7 @@ import torch
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.io import read_toml
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.data.rollouts import read_groups
 from conformance.matrix.profile import load_profile
 from conformance.oracle.run import run_oracle

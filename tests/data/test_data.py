@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.documents import build_batches, load_documents, pack
 from conformance.data.forms import pair, read_samples
+from conformance.data.inputs import build_batches, load_documents, pack
 from conformance.data.tokenizer import _loaded, load_tokenizer
 from conformance.spec.batch import Batch, Document
 from conformance.spec.scenario import DataConfig, OptimizerConfig, Scenario

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from conformance.core.host import FIXTURES
-from conformance.data.documents import load_documents
+from conformance.data.inputs import load_documents
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.families import numbers_read
 from conformance.oracle.feed_forward import stacked

@@ -13,7 +13,7 @@ import torch
 from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
 from conformance.models.folder_checks import BUNDLED_CODE, check_model_folder, folder_code, runs_code

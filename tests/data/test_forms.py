@@ -17,8 +17,8 @@ from conformance.backends.protocol import BackendEntry
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data import tokenizer as tokenizers
-from conformance.data.documents import load_documents
 from conformance.data.forms import EXAMPLES, Sample, pair, read_labelled, read_preferences, read_samples, read_steps
+from conformance.data.inputs import load_documents
 from conformance.data.rollouts import read_groups
 from conformance.data.samples import reads_of
 from conformance.runner.session import Session

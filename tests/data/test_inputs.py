@@ -15,8 +15,7 @@ from safetensors import safe_open
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.io import complete_or_nothing
-from conformance.data.documents import build_batches
-from conformance.data.prepare import FrozenInputs, prepare_inputs
+from conformance.data.inputs import FrozenInputs, build_batches, prepare_inputs
 from conformance.models import folders
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 
 Damage = Callable[[Path], object]
 WEIGHTS = "model.safetensors"

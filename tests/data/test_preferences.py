@@ -8,8 +8,8 @@ import pytest
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.documents import build_batches, samples_in_turn
 from conformance.data.forms import read_labelled, read_preferences, read_steps
+from conformance.data.inputs import build_batches, samples_in_turn
 from conformance.data.samples import reads_of
 from conformance.data.tokenizer import load_tokenizer
 from conformance.spec.batch import Batch, Document

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data import tokenizer as lazy
-from conformance.data.documents import build_batches, load_documents
 from conformance.data.forms import Sample, pair, read_samples
+from conformance.data.inputs import build_batches, load_documents
 from conformance.data.rollouts import build_rollouts
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells

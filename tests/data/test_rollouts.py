@@ -19,8 +19,7 @@ from conformance.backends.protocol import BackendEntry
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.documents import build_batches
-from conformance.data.prepare import batches_of
+from conformance.data.inputs import batches_of, build_batches
 from conformance.data.rollouts import build_rollouts, read_groups
 from conformance.matrix.cell import Cell, Phase
 from conformance.matrix.options import Selection

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.documents import build_batches, load_documents
 from conformance.data.forms import pair, read_samples
+from conformance.data.inputs import build_batches, load_documents
 from conformance.data.samples import LONGEST_LINE, LONGEST_TEXT
 from conformance.data.tokenizer import computing_at_most, load_tokenizer
 from conformance.spec.scenario import DataConfig, parse_scenario

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.matrix.cell import TASK, Cell
 from conformance.records.step_tensors import read_record
 from conformance.runner.phases import phase_spec

@@ -7,7 +7,7 @@ import torch
 from cells import cell_of, ranks_of, slow
 from torch._inductor import config
 
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.runtime import Pool
 from conformance.spec.scenario import scenario_to_json
 from impl.engine.hugging_face import compile_layers, forget_compiled

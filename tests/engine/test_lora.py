@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from conformance.backends.protocol import BackendEntry, Unsupported
 from conformance.core.errors import UsageError
 from conformance.core.host import resolve
-from conformance.data.prepare import FrozenInputs, prepare_inputs
+from conformance.data.inputs import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.primitives import HONEST

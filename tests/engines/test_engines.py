@@ -18,7 +18,7 @@ from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.process import process_state
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.judge.engines import Check
 from conformance.runner import engine_rollouts, engine_run
 from conformance.runner.engine_run import EngineRun, Requests, judge_engine, judge_numbers

@@ -13,7 +13,7 @@ from cells import cell_of
 
 from conformance.backends.engines import Decoding, Engine, Reported, ServedEngine, load_engine
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import batches_of, prepare_inputs
+from conformance.data.inputs import batches_of, prepare_inputs
 from conformance.data.rollouts import read_groups
 from conformance.judge.sampling import chi_square, judge_frequencies, judge_reported
 from conformance.oracle.scoring import Scores, processed

@@ -22,7 +22,7 @@ from conformance.backends.faults import Fault, faults_of, plant
 from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import batches_of, prepare_inputs
+from conformance.data.inputs import batches_of, prepare_inputs
 from conformance.judge.engines import Check, judge_experts
 from conformance.models.folders import named_tensors
 from conformance.runner.engine_rollouts import judge_interrupted

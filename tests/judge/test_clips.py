@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from conformance.core.errors import UsageError
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.judge.clips import CLIPPED, check_decided, undecided
 from conformance.judge.tensor_views import StepViews
 from conformance.judge.tolerance import Measurement

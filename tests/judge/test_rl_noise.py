@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import make_cell
 
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.judge.direction import Directions
 from conformance.judge.measurements import _of_terms, _Start, _step
 from conformance.judge.tensor_views import StepViews

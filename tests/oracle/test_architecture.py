@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture

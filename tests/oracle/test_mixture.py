@@ -15,7 +15,7 @@ from test_oracle import BATCH, FLOAT64, LONG, ROUTED, folder, observe_sft, polic
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import batches_of, prepare_inputs
+from conformance.data.inputs import batches_of, prepare_inputs
 from conformance.judge.measurements import _of_terms
 from conformance.models.components import CORRECTION, MixtureOfExperts
 from conformance.models.families import read_architecture

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, modeling_layers
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.io import read_json
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.primitives import HONEST

@@ -18,7 +18,7 @@ from conftest import make_cell
 
 import conformance.oracle
 from conformance.core.host import cache_folder, resolve
-from conformance.data.prepare import FrozenInputs, prepare_inputs
+from conformance.data.inputs import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell, Phase
 from conformance.oracle.run import POLICIES
 from conformance.records.step_tensors import read_record

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import FrozenInputs, prepare_inputs
+from conformance.data.inputs import FrozenInputs, prepare_inputs
 from conformance.judge.provenance import read_choices
 from conformance.oracle.run import NO_PASS, run_oracle
 from conformance.records.record_format import RecordError

@@ -12,8 +12,7 @@ from conftest import make_cell
 from conformance.backends.protocol import BackendEntry
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES, resolve
-from conformance.data.documents import build_batches
-from conformance.data.prepare import check_trained
+from conformance.data.inputs import build_batches, check_trained
 from conformance.judge.direction import SCALE
 from conformance.oracle.role_model import read_decoder
 from conformance.oracle.run import run_oracle

@@ -18,8 +18,8 @@ from cells import assert_honest, slow
 from conformance.backends.protocol import BackendEntry
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.documents import build_batches, load_documents
 from conformance.data.images import check_images
+from conformance.data.inputs import build_batches, load_documents
 from conformance.matrix.cell import Cell
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.primitives import HONEST

@@ -13,7 +13,7 @@ import pytest
 from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.prepare import FrozenInputs
+from conformance.data.inputs import FrozenInputs
 from conformance.matrix.cell import Cell, Handover, Phase, PhaseSpec
 from conformance.matrix.profile import Overrides, Profile, expand, load_profile
 from conformance.runner import phases

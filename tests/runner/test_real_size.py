@@ -19,7 +19,7 @@ from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.packages import is_installed
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
 from conformance.models import synthetic

@@ -15,7 +15,7 @@ from conftest import make_cell
 from test_leased_cells import GPUS, cell_of, on_shares, wait_for
 from worker_group_helpers import results
 
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.models import synthetic
 from conformance.models.folders import elements_of
 from conformance.records.record_format import RECORD_FILE

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from conformance.backends.protocol import BackendInfo, Support, Supported, find_backend
 from conformance.core.host import resolve
-from conformance.data.prepare import batches_of
+from conformance.data.inputs import batches_of
 from conformance.numerics.float64_tier import exact_tier
 from conformance.runtime import RankContext
 from conformance.spec.batch import read_batches

@@ -7,7 +7,7 @@ import torch
 from cells import BACKENDS, ranks_of
 from safetensors.torch import load_file
 
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.runtime import Pool
 from conformance.spec.scenario import scenario_to_json
 from impl.convert.convert import convert, open_state, read

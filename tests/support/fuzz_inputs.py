@@ -22,8 +22,7 @@ from transformers import AutoTokenizer
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.documents import load_documents
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import load_documents, prepare_inputs
 from conformance.data.rollouts import build_rollouts
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells

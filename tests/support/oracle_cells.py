@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.oracle.run import run_oracle
 from conformance.records.step_tensors import Record, RecordWriter, read_record

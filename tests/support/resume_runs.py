@@ -8,7 +8,7 @@ from typing import Any
 from cells import BACKENDS, cell_of
 
 from conformance.backends.protocol import BackendEntry
-from conformance.data.prepare import prepare_inputs
+from conformance.data.inputs import prepare_inputs
 from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import scenario_to_json
