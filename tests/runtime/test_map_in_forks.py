@@ -87,6 +87,7 @@ def test_an_error_of_a_fork_is_raised_here(fail: Callable[[int], None], kind: ty
         map_in_forks(read, range(4), most=2)
 
 
+@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_forks_end_with_the_process_that_made_them(number: signal.Signals) -> None:
     parent = subprocess.Popen(
