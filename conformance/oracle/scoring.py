@@ -176,5 +176,7 @@ class Reference:
         """Enters the device, and the exact tier for float64 if transformers, which rounds to float32 in places, is the
         oracle."""
         needed = self._decoder.second_class and policy.compute == torch.float64
-        with torch.device(self._device), exact_tier() if needed else contextlib.nullcontext():
+        # On the CPU, which is the default, the context would only call Python for each operation.
+        place = torch.device(self._device) if self._device != "cpu" else contextlib.nullcontext()
+        with place, exact_tier() if needed else contextlib.nullcontext():
             yield

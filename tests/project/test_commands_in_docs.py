@@ -8,6 +8,7 @@ import fnmatch
 import re
 import shlex
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -116,13 +117,18 @@ def test_command_exists_with_its_options_and_cells(page: str, line: str, files: 
         assert (ROOT / words[0]).stat().st_mode & 0o100, "neither a command nor an executable of the checkout"
 
 
+@cache
+def parser() -> ArgumentParser:
+    return cli._parser()
+
+
 def check_parity(words: list[str]) -> None:
     """Parses with the command's own parser. Selects the cells, each of whose patterns has to match one."""
     if words[-1] == "--help":
         with pytest.raises(SystemExit, match="0"):
-            cli._parser().parse_args(words)
+            parser().parse_args(words)
         return
-    options = cli._parser().parse_args(words)
+    options = parser().parse_args(words)
     if config := getattr(options, "config", None):
         assert (ROOT / config).is_file()
     if words[0] not in ("run", "list", "plan", "bisect") or NEW_MODEL in words:
@@ -145,11 +151,9 @@ def cells_of(selection: Selection) -> list[str]:
 def check_pytest(words: list[str]) -> None:
     from _pytest.config.argparsing import Parser
 
-    parser = Parser(_ispytest=True)
-    plugin.pytest_addoption(parser)
-    known = {
-        name for group in (parser._anonymous, *parser._groups) for option in group.options for name in option.names()
-    }
+    own = Parser(_ispytest=True)
+    plugin.pytest_addoption(own)
+    known = {name for group in (own._anonymous, *own._groups) for option in group.options for name in option.names()}
     for word in words:
         if word.startswith("--parity-"):
             assert word.partition("=")[0] in known

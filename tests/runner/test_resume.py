@@ -84,6 +84,14 @@ def run(chosen: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def done(chosen: list[str], run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the same run, gone on with to its end."""
+    out = Path(shutil.copytree(run, tmp_path_factory.mktemp("done") / "out"))
+    assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
+    return out
+
+
 @pytest.fixture
 def out(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "out"))
@@ -223,12 +231,13 @@ def test_a_run_that_read_other_files_is_not_continued(
     *,
     is_done: bool,
     chosen: list[str],
-    out: Path,
+    run: Path,
+    done: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its verdicts would count for files that it has not read; and cells left would be judged on others than those."""
-    if is_done:
-        assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
+    out = Path(shutil.copytree(done if is_done else run, tmp_path / "out"))
     file = Path(chosen[3]).parent / name
     given, before = file.read_bytes(), _contents(out)
     changed = given.replace(old, new, 1) if old and new else given[:-4] + bytes(4)  # the last weight
