@@ -120,8 +120,8 @@ class TrainOptions:
     adam_eps: float = option("epsilon of AdamW", default=1e-8, above=0)
     max_norm: float = option("norm to which gradients are clipped; 0 for no clipping", default=1.0, least=0)
     param_dtype: PrecisionName = option(
-        "dtype of forward and backward; masters are float32. bf16-nearest, bf16-stochastic: without masters (fsdp2). "
-        "exact: all in float64, for comparisons",
+        "dtype of forward and backward; masters are float32. Without masters: bf16-nearest (fsdp2, deepspeed), "
+        "bf16-stochastic (fsdp2). exact: all in float64, for comparisons",
         default="bf16",
         choices=_BY_WIDTH,
     )
