@@ -83,6 +83,11 @@ def compile_support(scenario: Scenario, layout: Layout) -> Support:
         return Unsupported(f"the experts of {kind} run one by one, depending on the tokens; leave compile out")
     if (model := _model_of(scenario)).recurrent:
         return Unsupported(f"layers of {model.name} carry state and get documents one by one; leave compile out")
+    if scenario.tier.is_exact and is_older("torch", 2, 13) and not torch.cuda.is_available():
+        return Unsupported(
+            "before 2.13, torch's compiled attention in float64 raises on CPUs in the backward pass "
+            "(https://github.com/pytorch/pytorch/issues/185539); use torch 2.13, a GPU, fp32, or leave compile out"
+        )
     return Supported()
 
 

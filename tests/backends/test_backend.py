@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import conformance.core.packages
 from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingExtra, find_backend, registered_backends
@@ -293,6 +294,30 @@ def test_releases_of_deepspeed_that_lack_functions_are_refused_with_advice(
             entry.load()
     else:
         assert entry.load().describe().name == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("version", "precision", "on_gpu", "state"),
+    [
+        ("2.11.0+cu130", "exact", False, "Unsupported"),
+        ("2.12.1", "exact", False, "Unsupported"),
+        ("2.12.1", "exact", True, "Supported"),
+        ("2.12.1", "fp32", False, "Supported"),
+        ("2.13.0+cpu", "exact", False, "Supported"),
+    ],
+)
+@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2.compile"), ("deepspeed", "dp2.zero0.compile")])
+def test_compiled_float64_attention_is_refused_on_cpus_where_torch_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    version: str, precision: str, on_gpu: bool, state: str, backend: str, layout: str,
+) -> None:  # fmt: skip
+    install_release(tmp_path, "torch", version, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    file, model = FIXTURES / "scenarios" / "sft-packed.toml", FIXTURES / "models" / "pangu"
+    scenario = load_scenario(file, model=str(model), precision=precision)
+    answer = repr(registered_backends()[backend].load().supports(scenario, Layout.parse(layout)))
+    assert answer.startswith(state), answer
+    assert state == "Supported" or "use torch 2.13" in answer
 
 
 @pytest.mark.parametrize(("version", "state"), [("5.16.1", "Unsupported"), ("5.17.0", "Supported")])
