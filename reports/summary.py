@@ -10,7 +10,7 @@ computes the bars that templates/earlier.html draws.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -65,8 +65,9 @@ def causes(report: Report) -> list[Cause]:
     for cell in report.cells:
         if cell.state in ("differs", *NO_ANSWER):
             alike[_key(cell)].append(cell)
+    apart = {(*key, i): part for key, cells in alike.items() for i, part in enumerate(_by_backends(cells))}
     groups: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
-    for key, cells in alike.items():
+    for key, cells in apart.items():
         module = next(filter(None, map(_module, cells)), None)
         groups[(*key[:2], module) if module else key] += cells
     passing = {_but_model(cell): cell for cell in report.cells if cell.state == "conforms"}
@@ -131,6 +132,33 @@ def _shared(cells: list[Cell], report: Report) -> str:
 def _effort(cell: Cell) -> tuple[int, int]:
     """Sorts cells by their ranks, then by the number of parts of their layout."""
     return cell.entry.world_size, cell.entry.layout.count(".") + cell.entry.layout.count("-")
+
+
+def _by_backends(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Puts cells that differ apart by backend, unless two backends have the same number wrong in some scenario.
+
+    Backends with different bugs often differ first at the same stage, such as the loss.
+    """
+    if cells[0].state != "differs":
+        return [list(cells)]
+    groups: list[tuple[set[object], list[Cell]]] = []
+    for backend in dict.fromkeys(cell.entry.backend for cell in cells):
+        own = [cell for cell in cells if cell.entry.backend == backend]
+        errors = {_first_error(cell) for cell in own}
+        with_same = next((group for group in groups if group[0] & errors), None)
+        if with_same:
+            with_same[0].update(errors)
+            with_same[1].extend(own)
+        else:
+            groups.append((errors, own))
+    return [members for _, members in groups]
+
+
+def _first_error(cell: Cell) -> object:
+    """Returns the number that is wrong first, to two digits, and where; cells of one cause share it."""
+    first, entry = first_finding(cell), cell.entry
+    error = (first.stage, first.step, f"{first.observed:.1e}") if first else ()
+    return entry.scenario, entry.model, entry.variant, error
 
 
 def _key(cell: Cell) -> tuple[object, ...]:

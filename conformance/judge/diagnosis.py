@@ -28,6 +28,8 @@ MOST = 10  # largest number of positions of a step, divided by its target tokens
 LARGEST_GROUP = 64  # responses to one prompt
 EPSILON = 1e-5  # error that the epsilon beside a deviation leaves, which a factor of the deviation does not explain
 
+UNREDUCED = "not reduced: ranks that share these parameters have different gradients, of their own rows or shards"
+
 BARE = re.compile(r"\S+ times the reference")
 
 # Modules of a layer in the order in which the backward pass comes to them.
@@ -105,8 +107,8 @@ def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
         return f"{m.max_abs:.0f} targets {'are missing' if m.scale < 1 else 'too many'}"
     if m.scale is None or not math.isfinite(m.scale) or abs(m.scale - 1) < 1e-6:
         return ""
-    if abs(m.scale) < ZERO:
-        return "" if m.residual > ZERO else _zero(m, facts)
+    if abs(m.scale) < ZERO:  # one row of zeros is no cause: the tokens of other ranks may be missing in it
+        return "" if m.residual > ZERO or m.of_row else _zero(m, facts)
     factors = _known_factors(m, facts, allowed)
     if factors:
         return times(m.scale, causes=factors)
@@ -118,6 +120,21 @@ def without_bare_factors(quantities: Sequence[Quantity]) -> list[Quantity]:
     """Removes hints that name only a factor and no cause, if another hint names a cause."""
     named = any(q.hint and not BARE.fullmatch(q.hint) for q in quantities)
     return [replace(q, hint="") if named and BARE.fullmatch(q.hint) else q for q in quantities]
+
+
+def with_unreduced(quantities: Sequence[Quantity], observables: Sequence[Observable]) -> list[Quantity]:
+    """Names a missing reduction as the cause of wrong gradients, at steps at which the parameters with wrong gradients
+    are those whose gradients differ between ranks that hold the same parameter."""
+    hints: dict[tuple[str, str, int], str] = {}
+    for gradient in (o for o in observables if o.stage in gradient_stages([o])):
+        for step in {q.step for q in quantities}:
+            wrong = [q for q in quantities if q.step == step and not q.ratio <= 1]
+            of = [q for q in wrong if q.stage == gradient.stage]
+            apart = [q.tensor for q in wrong if q.stage == gradient.replica_stage]
+            names = {name.removeprefix(f"{gradient.key} ").partition(" on ranks ")[0] for name in apart}
+            if of and names == {_parameter(q.tensor) for q in of}:
+                hints |= {(q.stage, q.tensor, q.step): UNREDUCED for q in of}
+    return [replace(q, hint=hints.get((q.stage, q.tensor, q.step), q.hint)) for q in quantities]
 
 
 def _another_step(m: Measurement, facts: Facts, allowed: float) -> str:
@@ -235,6 +252,7 @@ def circumstances(
             sentences.append(f"{len(replicas)} differ between ranks as well, such as {replicas[0].tensor}")
     if any(s.step == first.step and is_unread("gradient", s.line) for phase in phases for s in phase.steps):
         sentences += _undecided(first, [q for q in quantities if q.step == first.step], observables)
+    sentences += _may_be_earlier(first, phases)
     for phase in phases[1:]:
         if phase.header["first_step"] == first.step:
             sentences.append(f"step {first.step} is the first after loading")
@@ -257,6 +275,14 @@ def _undecided(first: Quantity, here: Sequence[Quantity], observables: Sequence[
         suspects = "gradients, clip or update"
     if suspects:
         yield f"{suspects}: cannot be told apart at a step that was not observed"
+
+
+def _may_be_earlier(first: Quantity, phases: Sequence[Record]) -> Iterator[str]:
+    """Says that the first finding may come from the update of the step before, after which weights were not read."""
+    before = first.step - 1
+    unread = any(s.step == before and is_unread("weight", s.line) for phase in phases for s in phase.steps)
+    if unread and first.stage != CONFIGURATION.stage:
+        yield f"clip or update of step {before} may be the cause: weights after it were not read"
 
 
 def _nearest_the_loss(first: Quantity, quantities: Sequence[Quantity]) -> list[str]:

@@ -25,6 +25,7 @@ from conformance.judge.diagnosis import (
     circumstances,
     facts_of_steps,
     likely_cause,
+    with_unreduced,
     without_bare_factors,
 )
 from conformance.judge.direction import within_noise
@@ -212,7 +213,8 @@ def judge(
         each = getattr(scenario.objective, "steps_per_rollout", 1)
         near = undecided(phases, oracle, noise, precision)
         check_decided(beyond, near, observables, precision, steps_per_rollout=each)
-    quantities = without_bare_factors([_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found])
+    judged = [_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found]
+    quantities = without_bare_factors(with_unreduced(judged, observables))
     strips = tuple(m.strip for m in found if m.strip)
     author = second_class_of(oracle)
     verdict = Verdict(

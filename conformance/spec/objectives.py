@@ -315,9 +315,9 @@ BUILT_IN: dict[str, type[Any]] = {**SUPERVISED, "grpo": Grpo, "ppo": Ppo, **PREF
 def all_observables(objective: Objective, *, scaled: bool = False, routed: bool = False) -> tuple[Observable, ...]:
     """Returns all observables of a cell, in causal order.
 
-    These are configuration, weights as loaded, random generators, the objective's own (outputs, losses), then
-    gradients, norm and update of each trained model. ``scaled``: whether the loss scale is judged
-    (``Scenario.judged_loss_scale``). ``routed``: whether routers are judged
+    These are configuration, weights as loaded, the objective's own (outputs, losses), then gradients, norm and update
+    of each trained model, and random generators last: no number of a cell depends on them. ``scaled``: whether the
+    loss scale is judged (``Scenario.judged_loss_scale``). ``routed``: whether routers are judged
     (``conformance.oracle.role_model.is_routed``).
     """
     loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
@@ -325,7 +325,7 @@ def all_observables(objective: Objective, *, scaled: bool = False, routed: bool 
     rollout_roles = getattr(objective, "rollout_roles", ()) if routed else ()
     rollout_routers = [rollout_routing_observable(role.prefix, trained=role.trained) for role in rollout_roles]
     routers = [o for role in objective.roles if role.trained for o in routing_observables(role.prefix) if routed]
-    return (CONFIGURATION, *loaded, GENERATORS, *rollout_routers, *routers, *objective.observables(), *trained)
+    return (CONFIGURATION, *loaded, *rollout_routers, *routers, *objective.observables(), *trained, GENERATORS)
 
 
 def parse_objective(values: Any) -> Objective:

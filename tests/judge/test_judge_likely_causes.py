@@ -243,6 +243,26 @@ def test_replicas_that_differ_are_told_with_the_gradients_of_the_same_step(tmp_p
     verdict = verdict_of(tmp_path, change)
     assert verdict.first_stage == "gradients"
     assert "; 1 differ between ranks as well, such as gradient a on ranks 0, 1" in verdict.reason
+    assert verdict.findings[0].hint.startswith("not reduced: ")
+
+
+def test_no_reduction_is_missed_where_other_gradients_are_wrong_as_well(tmp_path: Path) -> None:
+    """Replicas of one parameter differ, and two have wrong gradients, so a missing reduction does not explain all."""
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 0:
+            tensors["gradient/a"] *= 1.37
+            tensors["gradient/b"] *= 1.37
+            entry = {"name": "a", "region": "full", "ranks": [0, 1], "relative": 1e-5}
+            values["replicas"] = {**values["replicas"], "gradient": {**EQUAL, "differing": [entry]}}
+
+    assert not verdict_of(tmp_path, change).findings[0].hint
+
+
+def test_a_loss_after_weights_that_were_not_read_may_come_from_their_update(tmp_path: Path) -> None:
+    told = "clip or update of step 0 may be the cause: weights after it were not read"
+    assert told in clauses(verdict_of(tmp_path / "unread", scale("loss", 1.5, at=1), drawn=0))
+    assert told not in clauses(verdict_of(tmp_path / "read", scale("loss", 1.5, at=1)))
 
 
 def of_a_model(*wrong: str) -> Change:

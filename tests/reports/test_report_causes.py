@@ -88,6 +88,18 @@ def test_what_all_backends_share_is_named_in_cell_and_list(tmp_path: Path) -> No
         assert "Likely cause: `model.layers.1.self_attn.o_proj.bias`: Only biases" in text
 
 
+def test_backends_with_different_numbers_have_different_causes(tmp_path: Path) -> None:
+    """Of a loss each report names the one tensor "loss", whatever its cause."""
+    out, rng = tmp_path / "out", random.Random(0)
+    names = [DIFFERS, DIFFERS.replace("fsdp2", "megatron")]
+    entries = [sample_cell(out, cell, str(number), rng) for number, cell in enumerate(names)]
+    for errors, count in (((0.17, 0.17), 1), ((0.17, 0.002), 2)):
+        found = [Quantity(stage="loss", tensor="loss", step=0, observed=error, allowed=1e-11) for error in errors]
+        differ = [replace(entries[0].verdict, quantities=(one,), strips=()) for one in found]
+        rewrite(out, [replace(entry, verdict=one) for entry, one in zip(entries, differ, strict=True)])
+        assert [len(cause.cells) for cause in causes(read_report(out))] == [2 // count] * count
+
+
 def test_hints_of_later_stages_are_no_likely_causes(out: Path) -> None:
     entry = entry_of(out, SMALLER)
     late = replace(entry.verdict.findings[-1], stage="weights after N steps", hint="2 times the reference")

@@ -205,7 +205,6 @@ def test_stages_of_sft_are_in_causal_order() -> None:
         "configuration",
         "weights",
         "training state",
-        "generators",
         "log-probs",
         "loss",
         "gradients",
@@ -214,6 +213,7 @@ def test_stages_of_sft_are_in_causal_order() -> None:
         "clipped update",
         "weights after N steps",
         "weight replicas",
+        "generators",
     )
 
 
