@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.core.errors import UsageError, did_you_mean
 from reports.logdiff.alignment import Aligned, Alignment, align, averages, listed
-from reports.logdiff.likely_causes import Evidence, LikelyCause, likely_causes
+from reports.logdiff.likely_causes import Evidence, LikelyCause, constant_factor, likely_causes
 from reports.logdiff.metrics import (
     METRICS,
     is_loss,
@@ -22,6 +22,8 @@ from reports.logdiff.tolerance_band import Judged, within_digits, within_spread,
 from reports.wording import plural
 
 ENOUGH = 10  # common steps, for an agreement
+FAR_APART = 1.2  # a constant factor of two seeds' curves that is larger is none of a seed
+SEEDLESS = ("loss", "grad_norm", "lr")  # metrics of which no seed makes a constant factor
 COUNTS = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the names of a header's counts
 
 
@@ -98,6 +100,11 @@ class Comparison:
         return tuple(one for one in self.metrics if one.first or not is_of_rank(one.name))
 
     @property
+    def told(self) -> tuple[Compared, ...]:
+        """The metrics shown that agree or differ; of the others nothing can be told."""
+        return tuple(one for one in self.shown if one.first or not one.judged.untold)
+
+    @property
     def comparable(self) -> bool:
         return not self.obstacle
 
@@ -111,7 +118,33 @@ class Comparison:
             return f"they have only {compared} of {plural(most, 'step')} in common"
         if self.lacking or not self.metrics:
             return f"they have no {' or '.join(self.lacking) or 'metric'} at a common {self.alignment.by}"
-        return "" if self.chosen else self._without_loss
+        return self._without_power or ("" if self.chosen else self._without_loss)
+
+    @property
+    def _without_power(self) -> str:
+        """Says which metrics the band or their size hides, if one was requested, is a loss, or leaves only rates."""
+        if apart := self.apart:
+            return f"{apart[0]}; give runs that differ by their seed alone"
+        hidden = [one for one in self.shown if one not in self.told]
+        only_rates = all(is_rate(one.name) for one in self.told)
+        counts = [
+            one for one in hidden if only_rates or one.name in self.chosen or (one.judged.wide and is_loss(one.name))
+        ]
+        return "; ".join(f"{one.name}: {one.judged.untold}" for one in counts)
+
+    @property
+    def apart(self) -> list[str]:
+        """Says which runs of one side differ by a constant factor, as seeds do not."""
+        texts = []
+        for one in (metric for metric in self.metrics if metric.name in SEEDLESS):
+            for letter, values, side in zip("AB", one.aligned.sides, self.sides, strict=True):
+                for run, curve in zip(side.runs[1:], values[1:], strict=True):
+                    positive = (values[0] > 0) & (curve > 0) & np.isfinite(values[0]) & np.isfinite(curve)
+                    found = constant_factor(np.log(curve[positive] / values[0][positive]))
+                    if found and found.size > FAR_APART and positive.mean() > 0.5:
+                        text = f"of side {letter}, {one.name} of {run.name} is {np.exp(found.log):.3g} times that of"
+                        texts.append(f"{text} {side.runs[0].name} at every {self.alignment.by}")
+        return texts
 
     @property
     def _without_loss(self) -> str:

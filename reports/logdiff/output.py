@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from reports.logdiff.alignment import listed
 from reports.logdiff.comparison import Compared, Comparison, Side
 from reports.logdiff.metrics import is_known, is_ratio
+from reports.logdiff.tolerance_band import HUGE
 from reports.wording import percent, plain, plural
 
 HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
@@ -69,11 +72,13 @@ def headline(comparison: Comparison) -> str:
     if first is None and comparison.obstacle:
         return f"{names} cannot be compared: {comparison.obstacle}."
     if first is None:
-        count = len(comparison.shown)
+        count = len(comparison.told)
         compared, most = comparison.common
         steps = f"{compared} of {most} steps" if compared < most else plural(compared, "step")
         where = steps if comparison.alignment.by == "step" else f"{compared} positions"
-        return f"{names} agree within the band in {plural(count, 'metric')}, at {where}."
+        untold = [one.name for one in comparison.shown if one not in comparison.told]
+        but = f"; of {listed(untold)}, nothing can be told" if untold else ""
+        return f"{names} agree within the band in {plural(count, 'metric')}, at {where}{but}."
     assert first.first
     if not math.isfinite(first.first.difference):
         where = f"{comparison.alignment.by} {first.first.position:.0f}"
@@ -81,7 +86,7 @@ def headline(comparison: Comparison) -> str:
     mean = f" in the mean of {first.first.span} positions" if first.first.span > 1 else ""
     return (
         f"{names} diverge at {comparison.alignment.by} {first.first.position:.0f}: {first.name}"
-        f" {percent(first.first.difference)}{mean} where ±{percent(first.first.allowed).lstrip('+')} is allowed."
+        f" {percent(first.first.difference)}{mean} where {_allowed(first.first.allowed)} is allowed."
     )
 
 
@@ -137,11 +142,34 @@ def _row(one: Compared, by: str) -> tuple[str, ...]:
     largest = f"{percent(worst)} at {where:.0f}" if worst else "none"
     compared = f"{count} {by if by == 'tokens' else 'steps'}"
     if one.first is None:
-        return one.name, compared, "never", "", "", "0", largest
+        return (
+            one.name,
+            compared,
+            "untold" if one.judged.untold else "never",
+            "",
+            _allowed(_allowed_at(one, where)),
+            "0",
+            largest,
+        )
     first = one.first
     place = f"{first.position:.0f}" if first.span == 1 else f"{first.position:.0f} to {first.last:.0f} (mean)"
-    allowed = f"±{percent(first.allowed).lstrip('+')}"
-    return one.name, compared, place, percent(first.difference), allowed, f"{one.outside} of {count}", largest
+    return (
+        one.name,
+        compared,
+        place,
+        percent(first.difference),
+        _allowed(first.allowed),
+        f"{one.outside} of {count}",
+        largest,
+    )
+
+
+def _allowed_at(one: Compared, position: float) -> float:
+    return float(one.judged.allowed[int(np.searchsorted(one.aligned.positions, position))])
+
+
+def _allowed(width: float) -> str:
+    return f"±{percent(width).lstrip('+')}" if width < HUGE else f"over ±{percent(HUGE).lstrip('+')}"
 
 
 def cause_texts(comparison: Comparison) -> list[str]:
@@ -156,14 +184,16 @@ def notes(comparison: Comparison) -> list[str]:
     texts = [f"{run.name}: {note}" for side in comparison.sides for run in side.runs for note in run.notes]
     if own := [one.name for one in comparison.metrics if not is_known(one.name)]:
         texts.append(f"{listed(own)}: no table knows this name; compared under it")
+    texts += [f"{one.name}: {one.judged.untold}" for one in comparison.shown if one not in comparison.told]
+    texts += comparison.apart
     texts += [*comparison.alignment.notes, *(f"not compared: {text}" for text in comparison.alignment.missing)]
     for one in comparison.metrics:
         for letter, values, side in zip("AB", one.aligned.sides, comparison.sides, strict=True):
             for run, curve in zip(side.runs, values, strict=True):
-                wrong = [float(x) for x, y in zip(one.aligned.positions, curve, strict=True) if y - y != 0]
+                wrong = [float(x) for x, y in zip(one.aligned.positions, curve, strict=True) if not math.isfinite(y)]
                 if wrong:
                     texts.append(
-                        f"{one.name} of {run.name} (side {letter}) is not finite at {len(wrong)} positions,"
+                        f"{one.name} of {run.name} (side {letter}) is not finite at {plural(len(wrong), 'position')},"
                         f" first at {wrong[0]:.0f}"
                     )
     return texts
@@ -190,6 +220,8 @@ def _metric(one: Compared) -> dict[str, Any]:
         "name": one.name,
         "positions": len(one.aligned.positions),
         "outside": one.outside,
+        "allowed": _allowed_at(one, where),
+        "untold": one.judged.untold,
         "first": vars(one.first) if one.first else None,
         "largest": {"position": where, "difference": worst},
     }

@@ -29,9 +29,15 @@ NEIGHBOURS = 5  # positions on each side that a variance is pooled over
 BLOCKS = 20  # of a run, whose means are compared
 LEAST = 1e-6  # relative, of a learning rate to the largest; below it is rounding in float32
 SAMPLED = 100  # values whose digits are counted
-SMALLEST = 1e-4  # size of a metric of order one; below it are what cancelled sums leave
+SMALLEST = 1e-4  # size of a metric of order one; below it may be what cancelled sums leave, of which sides are unlike
+ALIKE = 0.9  # cosine of two sides' curves, above which what is smaller is a number all the same
+FEWEST = 5  # positions that show it
+QUIET = 0.25  # of the noise of two curves, below which that of their ratio says that it is the same noise
+FLOAT32 = 2.0**-23  # relative rounding; of sums of order one that cancel, it is left
 CANCELLED = 1e-2  # of its size; a difference of sums of either sign that is smaller is rounding
 QUARTILE = 0.75  # of a metric's values, whose size is its size: one spike among them says nothing about the others
+HUGE = 10.0  # of a metric; how much wider a band is says nothing
+WIDE = 0.5  # of a metric; a band that is nowhere narrower proves little
 SHORT = 0.05  # relative; half a unit of a second digit: what is printed as 1e-05 is that, and not rounded from 1.4e-05
 UNKNOWN = (Decimals(), Decimals())  # of two sides
 SMALL = 1e-3  # of a metric's size: differences of smaller values are not taken as ratios
@@ -43,7 +49,8 @@ class Judged:
 
     ``outside`` [T] says where they part; ``spans`` [T] the number of positions whose mean shows it, 1 for the position
     alone, 0 inside; ``shown`` and ``bound`` [T] the difference of that mean, and what is allowed of it. A value that is
-    not finite on one side only is outside.
+    not finite on one side only is outside. ``untold``: why the metric cannot be said to agree where nothing is outside;
+    empty if it can. ``wide``: whether that is because too much is allowed.
     """
 
     difference: Floats
@@ -52,6 +59,8 @@ class Judged:
     spans: np.ndarray
     shown: Floats
     bound: Floats
+    untold: str = ""
+    wide: bool = False
 
 
 def within_threshold(
@@ -66,49 +75,80 @@ def within_threshold(
     """One run a side, [T] each: b - a relative to a; digits that a log does not print are allowed.
 
     A metric that changes its sign is measured by its size at least: next to a zero, a ratio says nothing. Unless it is
-    of ``any_size``, it is measured by SMALLEST at least: the policy loss of normalised advantages is 0 but for
-    rounding, and its ratios are noise.
+    of ``any_size``, it may be rounding: the policy loss of normalised advantages is 0 but for that, and its ratios are
+    noise. Then the ``threshold`` is relative to SMALLEST at least, and the metric is ``untold``.
 
     ``noisy``: of a ratio, such as a divergence or the share of clipped tokens, in which two honest runs differ by its
     noise from step to step. That noise is allowed as well; means over more steps, whose noise is smaller, are judged.
     ``decimals``: of each side, where they are known.
     """
     known = _known(a, b)
-    size = _size(known, any_size=any_size)
+    size = _size(known)
+    one_sign = bool((known > 0).all() or (known < 0).all())
     signed = bool((known < 0).any() and (known > 0).any())
-    scale = np.maximum(np.abs(a), max(size if signed else SMALL * size, 0.0 if any_size else SMALLEST))
+    scale = np.maximum(np.abs(a), size if signed else SMALL * size)
+    untold = "" if any_size else _cancelled(a, b)
     digits = unprinted(a, any_size=any_size, decimals=decimals[0])
     digits = digits + unprinted(b, any_size=any_size, decimals=decimals[1])
-    if noisy:
-        return _within_noise(a, b, scale=scale, allowed=threshold * scale + digits)
-    return _judged(a, b, scale=scale, allowed=threshold * scale + digits)
+    allowed = threshold * np.maximum(scale, SMALLEST if untold else 0.0) + digits
+    if not any_size and not one_sign and size < SMALLEST:
+        allowed = np.maximum(allowed, FLOAT32)
+    judge = _within_noise if noisy else _judged
+    return replace(judge(a, b, scale=scale, allowed=allowed), untold=untold)
+
+
+def _cancelled(a: Floats, b: Floats) -> str:
+    """Say that a metric may be what cancelled sums leave, if its values [T] are small and the sides' are unlike."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    x, y = a[finite], b[finite]
+    size = _size(_known(a, b))
+    lengths = float(np.linalg.norm(x)) * float(np.linalg.norm(y))
+    alike = lengths > 0 and len(x) >= FEWEST and float(x @ y) > ALIKE * lengths
+    if not 0 < size < SMALLEST or alike or (x == y).all():
+        return ""
+    return (
+        f"its values are of size {size:.1e}, and those of the sides have nothing to do with each other:"
+        " too small to be told from the rounding of sums that cancel"
+    )
 
 
 def _within_noise(a: Floats, b: Floats, *, scale: Floats, allowed: Floats) -> Judged:
     """Judge each position, and the means of a twentieth and of all: what is ``allowed`` plus the noise of that mean.
 
-    The noise of one value is taken from the differences of neighbours, on the quieter side.
+    The noise of one value is taken from the differences of neighbours, on the quieter side. Where both sides have the
+    same ups and downs, so that their ratio has QUIET of their noise at most, it is taken from the ratio's.
     """
     judged = _judged(a, b, scale=scale, allowed=allowed)
     where = np.flatnonzero(np.isfinite(a) & np.isfinite(b))
     count = len(where)
     if count < 2:
         return judged
-    noise = min(float(np.sqrt(np.mean(np.diff(side[where]) ** 2) / 2)) for side in (a, b))
+    noise = np.full(count, math.sqrt(2) * min(_noise(side[where]) for side in (a, b)))  # of a difference
+    if (np.minimum(a[where], b[where]) > 0).all():
+        x, y = np.log(a[where]), np.log(b[where])
+        if _noise(y - x) <= QUIET * min(_noise(x), _noise(y)):
+            noise = np.minimum(noise, _noise(y - x) * a[where])
     spans = sorted({1, max(1, count // BLOCKS), count}, reverse=True)
     factor = NormalDist().inv_cdf(1 - ERROR / (2 * sum(math.ceil(count / span) for span in spans)))
     found = np.where(judged.outside & ~np.isin(np.arange(len(a)), where), 1, 0)
-    shown, bound = judged.difference.copy(), judged.allowed.copy()
+    shown, bound, alone = judged.difference.copy(), judged.allowed.copy(), judged.allowed.copy()
     for span in spans:
         starts = np.arange(0, count, span)
         sizes = np.diff([*starts, count])
         gap, size, band = (np.add.reduceat(one[where], starts) / sizes for one in (b - a, scale, allowed))
-        band = band + factor * noise * np.sqrt(2 / sizes)
+        band = band + factor * np.add.reduceat(noise, starts) / sizes / np.sqrt(sizes)
         beyond = np.repeat(np.abs(gap) > band, sizes)
         found[where[beyond]] = span
         shown[where[beyond]] = np.repeat(gap / size, sizes)[beyond]
         bound[where[beyond]] = np.repeat(band / size, sizes)[beyond]
-    return replace(judged, outside=found > 0, spans=found, shown=shown, bound=bound)
+        if span == 1:
+            alone[where] = band / size
+    return replace(judged, allowed=alone, outside=found > 0, spans=found, shown=shown, bound=bound)
+
+
+def _noise(values: Floats) -> float:
+    """The standard deviation of values [T] about a slow curve, by the differences of neighbours."""
+    return float(np.sqrt(np.mean(np.diff(values) ** 2) / 2))
 
 
 def within_digits(a: Floats, b: Floats, *, decimals: Sequence[Decimals] = UNKNOWN) -> Judged:
@@ -158,12 +198,14 @@ def within_spread(
     # As many of a side's seeds have broken down as of the other's, or they part.
     broken = ~finite & (np.isfinite(a).mean(axis=0) != np.isfinite(b).mean(axis=0))
     known = np.concatenate([a[:, finite], b[:, finite]])
-    size = _size(known, any_size=any_size)
-    logarithmic = bool(known.size) and bool((known > 0).all()) and (any_size or size > SMALLEST)
+    untold = "" if any_size else _cancelled(a.mean(axis=0), b.mean(axis=0))
+    size = max(_size(known), SMALLEST if untold else 0.0)
+    logarithmic = bool(known.size) and bool((known > 0).all()) and not untold
     spans = sorted({1, max(1, count // BLOCKS)})
     tests = metrics * sum(math.ceil(count / span) for span in spans)
     difference, allowed, shown, bound = np.full((4, count), np.nan)
     found = np.zeros(count, dtype=int)
+    narrowest = math.inf
     where = np.flatnonzero(finite)
     if len(where):
         with np.errstate(all="ignore"):
@@ -180,12 +222,17 @@ def within_spread(
             sizes = np.diff([*starts, len(where)])
             least = (LEAST if any_size or logarithmic else CANCELLED) + 2 * np.add.reduceat(rounding, starts) / sizes
             band = np.maximum(band, least)
+            narrowest = min(narrowest, float(np.median(np.expm1(band) if logarithmic else band)))
             beyond = np.repeat(np.abs(gap) > band, sizes)
             gap, band = (np.repeat(np.expm1(one) if logarithmic else one, sizes) for one in (gap, band))
             found[where[beyond]], shown[where[beyond]], bound[where[beyond]] = span, gap[beyond], band[beyond]
             if span == 1:
                 difference[finite], allowed[finite] = gap, band
     outside = (found > 0) | broken
+    wide = WIDE < narrowest < math.inf
+    if wide:
+        width = f"±{narrowest:.0%} are" if narrowest < HUGE else f"more than ±{HUGE:.0%} are"
+        untold = f"the runs of a side differ so much that {width} allowed"
     return Judged(
         difference=difference,
         allowed=allowed,
@@ -193,17 +240,18 @@ def within_spread(
         spans=np.where(outside, np.maximum(found, 1), 0),
         shown=shown,
         bound=bound,
+        untold=untold,
+        wide=wide,
     )
 
 
-def _size(known: Floats, *, any_size: bool) -> float:
+def _size(known: Floats) -> float:
     """The root mean square of a metric's values, or the upper quartile of what they are without their signs if that is
-    less, as where there is a spike; zeros are no values here. Of a metric that is of order one SMALLEST at least."""
+    less, as where there is a spike; zeros are no values here."""
     sizes = np.abs(known[known != 0])
-    size = float(known.size == 0)
-    if sizes.size:
-        size = min(float(np.sqrt(np.mean(known**2))), float(np.quantile(sizes, QUARTILE, method="lower")))
-    return size if any_size else max(size, SMALLEST)
+    if not sizes.size:
+        return float(known.size == 0)
+    return min(float(np.sqrt(np.mean(known**2))), float(np.quantile(sizes, QUARTILE, method="lower")))
 
 
 def _blocks(x: Floats, y: Floats, starts: np.ndarray, *, tests: int) -> tuple[Floats, Floats]:
@@ -249,7 +297,7 @@ def unprinted(values: Floats, *, any_size: bool, exact: bool = False, decimals: 
     finite = values[np.isfinite(values)]
     if exact and (len(np.unique(finite[finite != 0])) < 2 or _figures(values)[0] < 2):
         return of_zeros
-    size = np.abs(values) if any_size else _size(finite, any_size=True) if finite.size else 0.0
+    size = np.abs(values) if any_size else _size(finite) if finite.size else 0.0
     return np.minimum(printed(values), SHORT * size) + of_zeros
 
 

@@ -131,6 +131,45 @@ def test_a_policy_loss_that_is_0_but_for_rounding_does_not_differ() -> None:
     assert within_spread(seeds[:3], seeds[3:], metrics=1, any_size=True).outside.any()
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e-6, 1e-5])
+def test_a_small_metric_of_both_sides_is_told_apart_from_rounding(size: float) -> None:
+    """A loss that is a small coefficient times a divergence, against one of twice the coefficient."""
+    a = size * (2 + np.sin(np.arange(40.0)))
+    found = within_threshold(a, 2 * a, 0.05, any_size=False)
+    assert found.outside.all()
+    assert found.difference == pytest.approx(1.0)
+    assert not found.untold
+    assert not within_threshold(a, 1.04 * a, 0.05, any_size=False).outside.any()
+    seeds = a * np.exp(0.02 * np.random.default_rng(0).normal(size=(4, 40)))
+    assert within_spread(seeds[:2], 2 * seeds[2:], metrics=1, any_size=False).outside.all()
+
+
+def test_rounding_is_untold_and_keeps_its_ratio() -> None:
+    a, b = 1e-8 * np.random.default_rng(0).normal(size=(2, 40))
+    found = within_threshold(a, b, 0.05, any_size=False)
+    assert not found.outside.any()
+    assert "too small to be told from the rounding" in found.untold
+    assert np.abs(found.difference).max() > 1
+    assert (found.allowed > np.abs(found.difference)).all()
+    assert within_spread(np.stack([a, b]), np.stack([b, -a]), metrics=1, any_size=False).untold
+
+
+def test_a_ratio_whose_ups_and_downs_are_the_same_is_judged_without_them() -> None:
+    a = 0.01 * np.exp(0.5 * np.random.default_rng(0).normal(size=60))
+    assert ratios(a, 1.4 * a) == [True] * 60
+    assert not any(ratios(a, 1.04 * a))
+    assert not any(ratios(a, a * np.exp(0.05 * np.random.default_rng(1).normal(size=60))))  # the ratio has noise, too
+
+
+def test_a_band_that_hides_a_factor_is_untold() -> None:
+    (seeds,) = worlds(1, seed=0)
+    assert not within_spread(seeds[:2], seeds[2:4], metrics=1, any_size=False).untold
+    seeds[3] *= 4
+    found = within_spread(seeds[:2], seeds[2:4], metrics=1, any_size=False)
+    assert found.wide
+    assert found.untold.startswith("the runs of a side differ so much that more than ±1000% are allowed")
+
+
 def ratios(a: np.ndarray, b: np.ndarray) -> list[bool]:
     return list(within_threshold(a, b, 0.05, any_size=False, noisy=True).outside)
 

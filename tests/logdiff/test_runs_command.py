@@ -149,6 +149,8 @@ def test_every_log_is_held_against_the_first(tmp_path: Path, capsys: pytest.Capt
         "name": "loss",
         "positions": 80,
         "outside": 80,
+        "allowed": pytest.approx(0.05),
+        "untold": "",
         "first": {
             "position": 1.0,
             "span": 1,
@@ -158,6 +160,29 @@ def test_every_log_is_held_against_the_first(tmp_path: Path, capsys: pytest.Capt
         },
         "largest": {"position": pytest.approx(40, abs=40), "difference": pytest.approx(1)},
     }
+
+
+def test_sides_whose_runs_are_no_seeds_do_not_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c, d = (
+        write(tmp_path, f"{name}.jsonl", seed=seed, factor=factor)
+        for name, seed, factor in (("a", 0.1, 1), ("b", 0.2, 1), ("c", 0.3, 1), ("d", 0.4, 4))
+    )
+    assert diff("--side", a, b, "--side", c, d) == 3
+    told = capsys.readouterr().out
+    assert "cannot be compared: of side B, loss of d.jsonl is 4" in told.splitlines()[0]
+    assert "- loss: the runs of a side differ so much that" in told
+    assert "over ±1000%" in told
+
+
+def test_a_loss_that_is_rounding_is_not_said_to_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seed in (("a.jsonl", 1.0), ("b.jsonl", 1.7)):
+        rows = [{"step": s, "loss": 1e-8 * math.sin(seed * s * s), "grad_norm": 1 + 1 / s} for s in STEPS]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    logs = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    assert diff(*logs) == 0
+    assert "agree within the band in 1 metric, at 80 steps; of loss, nothing can be told." in capsys.readouterr().out
+    assert diff(*logs, "--metric", "loss") == 3
+    assert "cannot be compared: loss: its values are of size" in capsys.readouterr().out
 
 
 def test_seeds_of_two_sides_make_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +286,7 @@ def test_a_value_that_is_not_finite_on_one_side_parts_the_runs(
     assert diff(write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", s50=math.nan)) == 1
     told = capsys.readouterr().out
     assert "diverge at step 50: loss" in told
-    assert "loss of b.jsonl (side B) is not finite at 1 positions, first at 50" in told
+    assert "loss of b.jsonl (side B) is not finite at 1 position, first at 50" in told
 
 
 def columns(folder: Path, name: str, **values: float) -> str:
