@@ -306,6 +306,33 @@ def _means(curve: Curve, ends: Floats) -> Curve:
     return Curve(np.array([end for end, _ in found]), np.array([value for _, value in found]))
 
 
+def counter_pace(a: Run, b: Run) -> str:
+    """Say by what factor two counters differ whose logs have the same numbers line for line; empty if they do not.
+
+    A metric that training computes has to be FAR nearer line for line than step for step.
+    """
+    nearer = []
+    for name in (name for name in a.curves if name in b.curves and not is_rate(name) and not is_evaluation(name)):
+        x, y = a.curves[name], b.curves[name]
+        lines = min(len(x.steps), len(y.steps))
+        paces = np.diff(y.steps[:lines]) / np.diff(x.steps[:lines])
+        if lines < 2 * SEVERAL or np.ptp(paces) or paces[0] in (0.0, 1.0):
+            return ""
+        between = np.abs(x.values[:lines] - y.values[:lines])
+        if not (between <= SAME * np.abs(x.values[:lines])).all():
+            return ""
+        if FAR * float(np.median(between)) < _distance(x, y, 0.0):
+            nearer.append((name, float(paces[0])))
+    if not nearer:
+        return ""
+    pace, names = nearer[0][1], " and ".join(name for name, _ in nearer)
+    who, count = ("B", pace) if pace > 1 else ("A", 1 / pace)
+    return (
+        f"line for line both logs have the same {names}: side {who} counts {count:g} per step of the other, such as"
+        " micro-batches or samples; give both logs the same counter"
+    )
+
+
 def averages(a: Floats, b: Floats) -> str:
     """Says of which numbers of one side those of the other are means, as progress bars show; empty if of none.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conformance.core.errors import UsageError, did_you_mean
-from reports.logdiff.alignment import Aligned, Alignment, align, averages, listed
+from reports.logdiff.alignment import Aligned, Alignment, align, averages, counter_pace, listed
 from reports.logdiff.likely_causes import Evidence, LikelyCause, constant_factor, likely_causes
 from reports.logdiff.metrics import (
     METRICS,
@@ -23,6 +23,7 @@ from reports.wording import plural
 
 ENOUGH = 10  # common steps, for an agreement
 FAR_APART = 1.2  # a constant factor of two seeds' curves that is larger is none of a seed
+LEAST_FACTOR = 1e-3  # logarithm of a constant factor that is worth a note
 SEEDLESS = ("loss", "grad_norm", "lr")  # metrics of which no seed makes a constant factor
 COUNTS = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the names of a header's counts
 
@@ -160,6 +161,21 @@ class Comparison:
         )
 
     @property
+    def factors(self) -> list[str]:
+        """Says which metrics agree within the band, and differ by the same factor at every position all the same."""
+        texts = []
+        for one in self.metrics if self.threshold is not None else ():
+            a, b = one.means
+            if one.first or not ((a > 0) & (b > 0) & np.isfinite(a) & np.isfinite(b)).all():
+                continue
+            d = np.log(b / a)
+            found = constant_factor(d, least=LEAST_FACTOR)
+            if found and float(np.abs(d - found.log).max()) < abs(found.log) / 10:
+                where = f"at every {self.alignment.by}, within the band"
+                texts.append(f"{one.name}: that of side B is {np.exp(found.log):.6g} times that of side A {where}")
+        return texts
+
+    @property
     def common(self) -> tuple[int, int]:
         """The most positions at which a metric was compared, and the most that it has in any log."""
         compared = max(len(one.aligned.positions) for one in self.metrics)
@@ -268,6 +284,7 @@ def _evidence(
         resumed=_resumed(runs),
         by=by,
         seeds=seeds,
+        pace="" if seeds or by != "step" else counter_pace(*runs),
     )
 
 

@@ -32,11 +32,11 @@ class Factor:
         return math.exp(abs(self.log))
 
 
-def constant_factor(d: Floats) -> Factor | None:
+def constant_factor(d: Floats, *, least: float = LEAST) -> Factor | None:
     """Find the factor exp(d) of logarithms ``d`` [T] if it is the same from the first third to the last; else None.
 
     Its median has to stand out of what varies about it, whose scale is the median absolute deviation, and most steps
-    have to be near it.
+    have to be near it. ``least``: of its logarithm.
     """
     if len(d) < 3:
         return None
@@ -47,7 +47,7 @@ def constant_factor(d: Floats) -> Factor | None:
     error = 1.2533 * spread / math.sqrt(len(d))  # of a median of normally distributed numbers
     steady = abs(begin - end) <= max(0.1 * abs(middle), 4 * 1.2533 * spread * math.sqrt(2 / third))
     held = float(np.mean(np.abs(d - middle) <= 0.25 * abs(middle)))
-    if abs(middle) < LEAST or spread > 0.5 * abs(middle) or held < HELD or not steady or begin * end <= 0:
+    if abs(middle) < least or spread > 0.5 * abs(middle) or held < HELD or not steady or begin * end <= 0:
         return None
     return Factor(log=middle, error=error)
 
@@ -85,7 +85,7 @@ def _varies(x: Floats) -> bool:
 
 def _factor(a: Floats, b: Floats) -> tuple[str, str] | None:
     kept = (a > EXACT * a.max()) & (b > EXACT * b.max())
-    found = constant_factor(np.log(b[kept] / a[kept])) if kept.sum() >= 3 else None
+    found = constant_factor(np.log(b[kept] / a[kept]), least=2 * EXACT) if kept.sum() >= 3 else None
     if found is None or not _same(a * np.exp(found.log), b, b):
         return None
     number = integer_of(Factor(log=found.log, error=EXACT))
@@ -128,10 +128,10 @@ def _restart(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
 
 
 def _pace(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
-    begin = steps[0] - (1 if steps[0] == 1 else 0)
     for n in PACES:
         for fast, slow, who in ((b, a, "B"), (a, b, "A")):
-            for offset in (0.0, 1.0):  # a schedule that was advanced n times before the first log, or not yet
+            # A schedule that was advanced n times before the first log, or not yet; or that began before this log.
+            for begin, offset in ((steps[0] - (steps[0] == 1), 0.0), (steps[0] - (steps[0] == 1), 1.0), (0.0, 0.0)):
                 there = (steps - begin - offset) * n + begin + offset
                 inside = (there >= steps[0]) & (there <= steps[-1])
                 expected = np.interp(there[inside], steps, slow)
@@ -157,6 +157,7 @@ SAME = 1e-3  # relative; two first losses that are closer were computed from the
 ROUNDING = 1e-5  # relative; differences of the first steps that are smaller are rounding
 TINY = 1e-9  # relative; where a difference that grows begins, at least
 JUMP = 10.0  # a jump is that much larger than any difference before it, within three steps
+BITS = -math.log(math.log(2))  # logarithm of the bits in a nat
 SOON = 10  # steps from a jump to where it leaves the band, at most
 SETTLED = 10  # steps before a jump, at least
 
@@ -177,7 +178,8 @@ class Evidence:
     ``broken``: metric, side, first position of values that are not finite on that side alone, and whether they stay so.
     ``averaged``: metrics of which one log has means, with a sentence, and whether the numbers show it.
     ``numbers`` are counts of ranks and micro-batches in the logs' headers, ``resumed`` steps at which a log begins
-    again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own.
+    again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own. ``pace``: a
+    sentence if the logs agree line for line, and their counters differ by a factor.
     """
 
     curves: Mapping[str, tuple[Floats, Floats, Floats]]
@@ -188,6 +190,7 @@ class Evidence:
     resumed: Mapping[int, str]
     by: str
     seeds: bool
+    pace: str = ""
 
     def ratio(self, metric: str) -> Floats | None:
         """Give the logarithm of B / A [T]; None if the metric is missing or not positive everywhere."""
@@ -207,6 +210,8 @@ LOSSES = ("loss", "policy_loss")
 
 def likely_causes(evidence: Evidence) -> tuple[LikelyCause, ...]:
     """Give all likely causes that fit, the most probable first."""
+    if evidence.pace:
+        return (LikelyCause(name="counter", text=evidence.pace, weight=0.97),)
     found = [LikelyCause(name=name, text=text, weight=0.95) for name, text in rate_causes(evidence.curves.get("lr"))]
     for guess in GUESSES:
         found += guess(evidence)
@@ -250,10 +255,12 @@ def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
         )
         return
     if of_loss:
+        bits = abs(abs(of_loss.log) - BITS) < max(3 * of_loss.error, 0.002)
+        how = "a sum instead of a mean over micro-batches, ranks or tokens, or the reverse"
         yield LikelyCause(
             name="loss factor",
-            text=f"the loss is {_in_words(of_loss, evidence)}: it is logged as a sum instead of a mean over"
-            " micro-batches, ranks or tokens, or the reverse; "
+            text=f"the loss is {_in_words(of_loss, evidence)}: it is logged"
+            f" {'in bits on one side and in nats on the other (1.4427 is 1 / ln 2)' if bits else f'as {how}'}; "
             + ("the logs have no gradient norm" if norm is None else "the gradients show no such factor"),
             weight=0.85,
         )
@@ -313,6 +320,9 @@ def _jump(evidence: Evidence) -> Iterator[LikelyCause]:
         at = next((at for at in candidates if size[at] > 0.1 * size[at : at + 3].max() and rise[at] >= JUMP), None)
         if at is None:
             continue
+        if passing := _passing(evidence, metric, at, level=float(before[at - 1])):
+            yield passing
+            return
         soon = d[at : first + SOON]
         peak, tail = float(soon[np.abs(soon).argmax()]), size[first + SOON :]
         fades = len(tail) > SOON and float(tail[-len(tail) // 4 :].mean()) < 0.25 * abs(peak)
@@ -327,6 +337,38 @@ def _jump(evidence: Evidence) -> Iterator[LikelyCause]:
             weight=0.8,
         )
         return
+
+
+def _passing(evidence: Evidence, metric: str, at: int, *, level: float) -> LikelyCause | None:
+    """Tell a jump at the index ``at`` that no weights show: later steps, or another metric, agree as before.
+
+    ``level``: the largest difference before the jump.
+    """
+    d = evidence.ratio(metric)
+    if d is None or level > SAME:
+        return None
+    steps, size = evidence.curves[metric][0], np.abs(d)
+    last = int(np.flatnonzero(size > level)[-1])
+    where = (
+        f"at {evidence.by} {steps[at]:.0f}"
+        if last == at
+        else f"from {evidence.by} {steps[at]:.0f} to {steps[last]:.0f}"
+    )
+    peak = d[at + int(size[at : last + 1].argmax())]
+    before = f"both agree before {evidence.by} {steps[at]:.0f}"
+    says = f"{before}; the {metric} differs {where} alone, by up to {percent(np.expm1(peak))}"
+    means = (
+        "both have the same weights there, and no state was lost: one bad batch, or a number that is logged otherwise"
+    )
+    if last < len(d) - 1 and size[last] >= JUMP * level:
+        return LikelyCause(name="passing", text=f"{says}, and both agree again after it: {means}", weight=0.8)
+    for name in (*LOSSES, "grad_norm"):
+        other = evidence.ratio(name) if name != metric else None
+        if other is None or len(other) != len(d) or not _varies(evidence.curves[name][1]):
+            continue
+        if float(np.abs(other).max()) <= max(level, ROUNDING):
+            return LikelyCause(name="passing", text=f"{says}, and the {name} does not: {means}", weight=0.8)
+    return None
 
 
 def _data_order(evidence: Evidence) -> Iterator[LikelyCause]:

@@ -61,7 +61,9 @@ PREFIX = re.compile(
     re.VERBOSE,
 )
 UNIT = r"(?: ?[A-Za-z%/][\w%/]*)?(?:\(.*\))?"
-NAMED = re.compile(rf"\s?({WORD}(?: {WORD}){{0,5}}?)(?:\s?[:=]\s?|\s){VALUE}['\")\]]{{0,3}}{UNIT}")
+IN_UNIT = r" \([A-Za-z%/]{1,20}\)"  # behind a name: iter time (s): 1.2
+NAMED = re.compile(rf"\s?({WORD}(?: {WORD}){{0,5}}?(?:{IN_UNIT})?)(?:\s?[:=]\s?|\s){VALUE}['\")\]]{{0,3}}{UNIT}")
+SINGLE = re.compile(rf"(?<![\w(])((?:{WORD} ){{0,4}}{WORD}{IN_UNIT}(?=\s?[:=])|{WORD})\s?[:=]\s?{VALUE}")
 COUNTER = re.compile(
     r"(?i)(?<![\w/])(?:(?:global|train)[ _])?(?:steps?|iter(?:ation)?s?|update|rollout)(?:\((?:train|val)\))?"
     r"\s{0,12}[:=#]?\s{0,12}\[?\s{0,12}(?P<step>\d{1,5000})(?P<of>\s{0,8}/\s{0,8}\d{1,12})?\]?(?![\w.]\w)[:,]?"
@@ -198,7 +200,7 @@ def pairs(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for piece in re.split(r"\s?\|\s?|[,;]\s|\s-\s|\t| {2,}", re.sub(r"([:=])\s+", r"\1 ", text[:20_000])):
         whole = NAMED.fullmatch(piece[:400])
-        named = [(whole[1], whole[2])] if whole else re.findall(rf"(?<!\w)({WORD})\s?[:=]\s?{VALUE}", piece)
+        named = [(whole[1], whole[2])] if whole else SINGLE.findall(piece)
         found |= {own: number_of(value) for own, value in named}
     return found
 

@@ -19,22 +19,44 @@ from typing import NamedTuple
 EVALUATION = "eval_"  # of metrics that a log may have before its first step of training, and not at every step
 
 STEP = (
-    "step",
-    "global_step",
+    "global_step",  # a step beside it may begin again in each epoch
     "train/global_step",
     "training/global_step",
     "trainer/global_step",
     "eval/global_step",
     "global_step/max_steps",
+    "step",
     "current_steps",
     "iteration",
     "iter",
     "iter_num",
     "steps",
     "train/step",
+    "training/step",
+    "trainer/step",
+    "train_step",
+    "training_step",
+    "trainer_step",
+    "optimizer_step",
+    "optim_step",
+    "opt_step",
+    "update_step",
+    "global_steps",
+    "current_step",
+    "cur_step",
+    "step_num",
+    "num_updates",
+    "n_updates",
+    "update",
+    "updates",
+    "iterations",
+    "iters",
+    "train_iter",
     "_step",
 )
 """Names of the counter of optimizer steps; where a row has several, the first of these counts."""
+
+COUNTS_STEPS = re.compile(r"(?<![a-z])(step|iter|iteration|update|batch)(s|_?(idx|id|no|num|number|count))?$")
 
 TOKENS = (
     "tokens",

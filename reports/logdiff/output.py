@@ -185,7 +185,7 @@ def notes(comparison: Comparison) -> list[str]:
     if own := [one.name for one in comparison.metrics if not is_known(one.name)]:
         texts.append(f"{listed(own)}: no table knows this name; compared under it")
     texts += [f"{one.name}: {one.judged.untold}" for one in comparison.shown if one not in comparison.told]
-    texts += comparison.apart
+    texts += [*comparison.apart, *comparison.factors]
     texts += [*comparison.alignment.notes, *(f"not compared: {text}" for text in comparison.alignment.missing)]
     for one in comparison.metrics:
         for letter, values, side in zip("AB", one.aligned.sides, comparison.sides, strict=True):

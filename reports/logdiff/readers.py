@@ -26,7 +26,7 @@ from conformance.core.errors import UsageError, shown
 from conformance.core.io import Unreadable, read_file
 from reports.logdiff.event_files import EVENT_FILES, is_event_file, read_events
 from reports.logdiff.lines import FORMATS, format_of, lines_of, read_lines
-from reports.logdiff.metrics import STEP, canonical, is_known, plain_name
+from reports.logdiff.metrics import STEP, TOKENS, canonical, is_known, plain_name
 from reports.logdiff.rows import COUNTED, LARGEST_STEP, NO_STEP, Log, Row, flat, number_in, numbered, row_of
 
 BETWEEN = " - "
@@ -46,6 +46,8 @@ def read_table(text: str, *, name: str, chosen: str | None) -> Log | None:
     counter = next((lower.index(plain_name(column)) for column in STEP if plain_name(column) in lower), None)
     if counter is None or len(header) < 2:
         return None
+    if twice := next((one for one in header if header.count(one) > 1 and _is_read(one)), None):
+        raise UsageError(f"{name} has {header.count(twice)} columns called {twice}; rename or remove all but one")
     _, *table = _cells(lines, delimiter, name=name)
     form = "MLflow metric file" if lower == ["time", "value", "step"] else "CSV"
     names = {place: column for place, column in enumerate(header) if place != counter}
@@ -86,6 +88,24 @@ def _cells(lines: Sequence[str], delimiter: str, *, name: str) -> list[list[str]
     except csv.Error as error:
         raise UsageError(f"{name}, line {reader.line_num}: {error}") from None
     return [[cell.strip() for cell in line] for line in cells] or [[]]
+
+
+def _is_read(own: str) -> bool:
+    """Whether a column has a metric, the tokens or the steps."""
+    return bool(canonical(own)) or plain_name(own) in (*TOKENS, *map(plain_name, STEP))
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object that JSON's pairs are. Raises UsageError if a metric stands there twice with different values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for own, value in pairs:
+            if found[own] != value and found[own] == found[own] and _is_read(own):
+                raise UsageError(
+                    f"{own} stands twice in one object, as {shown(value)} and as {shown(found[own])}; rename or remove"
+                    " one of both"
+                )
+    return found
 
 
 def _step(cell: str) -> int | None:
@@ -140,9 +160,11 @@ def read_json(text: str, *, name: str) -> Log | None:
         return None
     text = text.lstrip("\ufeff")
     try:
-        whole = json.loads(text)
+        whole = json.loads(text, object_pairs_hook=_object)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
     except (ValueError, RecursionError):
-        return _read_lines(text)
+        return _read_lines(text, name=name)
     history = whole.get("log_history") if isinstance(whole, dict) else None
     if isinstance(history, list):
         rows = [row for one in history if isinstance(one, dict) and (row := _row(one)) and row.values]
@@ -150,7 +172,7 @@ def read_json(text: str, *, name: str) -> Log | None:
     return _log(whole if isinstance(whole, list) else [whole])
 
 
-def _read_lines(text: str) -> Log | None:
+def _read_lines(text: str, *, name: str) -> Log | None:
     objects: list[Any] = []
     broken: list[int] = []
     wrong: dict[str, list[str]] = {}
@@ -158,6 +180,8 @@ def _read_lines(text: str) -> Log | None:
         if line.strip():
             try:
                 objects.append(_parsed(line))
+            except UsageError as error:
+                raise UsageError(f"{name}, line {number}: {error}") from None
             except (ValueError, RecursionError):
                 broken.append(number)
                 continue
@@ -174,9 +198,11 @@ def _read_lines(text: str) -> Log | None:
 def _parsed(line: str) -> Any:
     """Parses a line of JSON, also if ``print`` wrote its numbers that are not finite: ``nan`` in place of ``NaN``."""
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=_object)
+    except UsageError:
+        raise
     except ValueError:
-        return json.loads(_PRINTED.sub(lambda found: _AS_JSON[found[0].lower()], line))
+        return json.loads(_PRINTED.sub(lambda found: _AS_JSON[found[0].lower()], line), object_pairs_hook=_object)
 
 
 _AS_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

@@ -10,7 +10,8 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from reports.logdiff.metrics import STEP, canonical, is_evaluation
+from conformance.core.errors import UsageError
+from reports.logdiff.metrics import COUNTS_STEPS, STEP, canonical, is_evaluation, plain_name
 
 LEAST_WITHOUT_EXPONENT = 1e-4  # of Python, and of C's %g
 LARGEST_STEP = 15  # digits
@@ -180,6 +181,11 @@ def _steps(rows: Sequence[Row], places: Sequence[int], bars: Sequence[Bar]) -> t
     if scaled is None:
         scaled = _by_epochs(rows, ordinals, bars)
     if scaled is None:
+        if counter := _counter([rows[place] for place in places if rows[place].trains]):
+            raise UsageError(
+                f"no column of the log has a usual name of a counter of steps, and {counter} looks like one; rename it"
+                " step, or leave it out, and the lines are counted"
+            )
         scaled, note = ordinals, COUNTED
     found: dict[int, int] = {}
     step, reached = 0, 0.0
@@ -190,6 +196,16 @@ def _steps(rows: Sequence[Row], places: Sequence[int], bars: Sequence[Bar]) -> t
         share = epoch / reached if reached > 0 else 1.0
         found[place] = round(step * share) if 1 < share < math.inf else step
     return found, note
+
+
+def _counter(rows: Sequence[Row]) -> str:
+    """A column with the name of a counter whose whole numbers rise from row to row; empty without one."""
+    names = {own for row in rows for own in row.values if COUNTS_STEPS.search(plain_name(own))}
+    for own in sorted(names):
+        values = [row.values.get(own, math.nan) for row in rows]
+        if len(values) > 1 and all(value.is_integer() for value in values) and all(a < b for a, b in pairwise(values)):
+            return own
+    return ""
 
 
 def _ordinals(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:

@@ -28,6 +28,7 @@ from conformance.core.errors import UsageError
 from reports.logdiff.metrics import METRICS, OF_RANK, TOKENS, Place, canonical, is_evaluation, is_known, plain_name
 from reports.logdiff.rows import Fixed, Log, Row, times
 
+FIRST_RANK = "rank 0"
 SHOWN = 5  # places of a resume, and names, in a note
 
 
@@ -245,6 +246,8 @@ def _of_ranks(steps: Mapping[int, Mapping[str, tuple[int, float]]]) -> dict[str,
 
 def _by_process(rows: Sequence[Row]) -> tuple[list[Row], tuple[int, ...], list[str]]:
     """The rows with the process that each is of; where a process goes back to a step that it had; and notes."""
+    if {row.process for row in rows} == {"", FIRST_RANK}:  # which DeepSpeed names in its own lines alone
+        rows = [replace(row, process="") for row in rows]
     rows = [replace(row, process=name) for row, name in zip(rows, _chained(rows), strict=True)]
     groups: dict[str, list[int]] = {}
     for place, row in enumerate(rows):

@@ -185,6 +185,75 @@ def test_a_loss_that_is_rounding_is_not_said_to_agree(tmp_path: Path, capsys: py
     assert "cannot be compared: loss: its values are of size" in capsys.readouterr().out
 
 
+def test_a_counter_of_micro_batches_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path, "a.jsonl")
+    rows = [json.loads(line) for line in Path(a).read_text().splitlines()]
+    for name, counted in (("b.jsonl", rows), ("c.jsonl", [{**row, "loss": 2 * row["loss"]} for row in rows])):
+        text = "".join(json.dumps({**row, "step": 4 * row["step"]}) + "\n" for row in counted)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert diff(a, tmp_path / "b.jsonl") == 1
+    told = capsys.readouterr().out
+    assert "line for line both logs have the same loss and grad_norm: side B counts 4 per step of the other" in told
+    assert diff(tmp_path / "b.jsonl", a) == 1
+    assert "side A counts 4 per step of the other" in capsys.readouterr().out
+    assert diff(a, tmp_path / "c.jsonl") == 1
+    assert "line for line" not in capsys.readouterr().out
+
+
+def test_a_constant_factor_within_the_band_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff(write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", factor=1.03)) == 0
+    note = "- loss: that of side B is 1.03 times that of side A at every step, within the band"
+    assert note in capsys.readouterr().out
+    assert diff(tmp_path / "a.jsonl", write(tmp_path, "c.jsonl", seed=0.1)) == 0
+    assert "times that of side A" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("step,loss,loss\n1,2.5,2.6\n2,2.4,2.5\n", "has 2 columns called loss; rename or remove all but one"),
+        (
+            '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.4, "loss": 4.8}\n',
+            "line 2: loss stands twice in one object, as 2.4 and as 4.8; rename or remove one of both",
+        ),
+        (
+            "".join(f'{{"my_step": {step}, "loss": {2.5 - step}}}\n' for step in range(3)),
+            "my_step looks like one; rename it step",
+        ),
+    ],
+)
+def test_columns_that_may_be_meant_otherwise_are_refused(content: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(content, encoding="utf-8")
+    with pytest.raises(UsageError, match=told):
+        diff(tmp_path / "a", write(tmp_path, "b.jsonl"))
+
+
+def test_the_same_number_twice_is_no_contradiction(tmp_path: Path) -> None:
+    a = write(tmp_path, "a.jsonl")
+    twice = [
+        line.replace("}", f', "loss": {json.loads(line)["loss"]!r}}}') for line in Path(a).read_text().splitlines()
+    ]
+    (tmp_path / "b.jsonl").write_text("\n".join(twice), encoding="utf-8")
+    assert diff(a, tmp_path / "b.jsonl") == 0
+
+
+@pytest.mark.parametrize(
+    "counter", [{"train_step": None}, {"optimizer_step": None}, {"step": 10, "global_step": None}, {"update": None}]
+)
+def test_the_usual_counters_of_steps_are_read(
+    counter: dict[str, int | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step beside a global step begins again in each epoch."""
+    a = write(tmp_path, "a.jsonl")
+    rows = [json.loads(line) for line in Path(a).read_text().splitlines()][10:]
+    for row in rows:
+        step = row.pop("step")
+        row |= {name: step if epoch is None else step % epoch for name, epoch in counter.items()}
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert diff(a, tmp_path / "b.jsonl") == 0
+    assert "b.jsonl (JSON lines, steps 11 to 80)" in capsys.readouterr().out
+
+
 def test_seeds_of_two_sides_make_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c, d = (write(tmp_path, f"{seed}.jsonl", seed=seed / 10) for seed in range(4))
     assert diff("--side", a, b, "--side", c, d) == 0

@@ -33,7 +33,7 @@ def test_the_same_schedule_has_no_cause_also_when_it_is_printed_with_few_digits(
     assert list(rate_causes(None)) == []
 
 
-@pytest.mark.parametrize("factor", [2.0, 0.5, 1.1, math.sqrt(8), 64.0])
+@pytest.mark.parametrize("factor", [2.0, 0.5, 1.1, 1.02, math.sqrt(8), 64.0])
 def test_a_factor_of_the_learning_rate(factor: float) -> None:
     assert lr_names(factor * COSINE) == ["learning rate: factor"]
     assert ("larger" if factor > 1 else "smaller") in lr_text(factor * COSINE)
@@ -54,6 +54,14 @@ def test_a_schedule_that_is_advanced_with_every_micro_batch(pace: int) -> None:
     fast = schedule(np.minimum(STEPS * pace, 100))
     assert lr_names(fast) == ["learning rate: pace"]
     assert f"of side B runs {pace} times as fast" in lr_text(fast)
+
+
+@pytest.mark.parametrize("first", [7, 10])
+def test_the_pace_of_a_schedule_shows_in_a_log_that_begins_later(first: int) -> None:
+    """As a log of every tenth step does, whose first one is step 10."""
+    steps = np.arange(first, 401.0, first)
+    slow, fast = (np.interp(np.minimum(pace * steps, 400), 4 * STEPS, COSINE) for pace in (1, 2))
+    assert [name for name, _ in rate_causes((steps, slow, fast))] == ["learning rate: pace"]
 
 
 def test_a_schedule_that_begins_again() -> None:
@@ -174,6 +182,33 @@ def test_a_jump_is_told_where_it_begins_and_not_where_it_leaves_the_band() -> No
     assert cause.name == "jump"
     assert "before step 60, from which the loss differs by up to +10%" in cause.text
     assert "the log of b begins again at step 50" in cause.text
+
+
+@pytest.mark.parametrize("steps", [(30,), (30, 31, 32)])
+def test_a_number_that_leaves_no_trace_is_no_lost_state(steps: tuple[int, ...]) -> None:
+    """Weights that had lost a state would show it at the steps after."""
+    bad = np.where(np.isin(STEPS, steps), 5.0, 1.0) * LOSS
+    (cause,) = likely_causes(evidence_of({"loss": 29}, loss=(LOSS, bad)))
+    assert cause.name == "passing"
+    where = "at step 30" if len(steps) == 1 else "from step 30 to 32"
+    assert f"differs {where} alone, by up to +400%, and both agree again after it" in cause.text
+    fading = LOSS * np.where(STEPS < 30, 1.0, 1 + 4 * np.exp(-(STEPS - 30) / 3))
+    assert names({"loss": 29}, loss=(LOSS, fading)) == ["jump"]
+
+
+def test_a_gradient_norm_that_stays_shows_the_same_weights() -> None:
+    norm, end = 1 + NOISE[0], np.where(STEPS >= 99, 1.2, 1.0)
+    assert names({"loss": 98}, loss=(LOSS, LOSS * end), grad_norm=(norm, norm)) == ["passing"]
+    assert names({"loss": 98, "grad_norm": 98}, loss=(LOSS, LOSS * end), grad_norm=(norm, norm * end)) == ["jump"]
+    assert names({"loss": 98}, loss=(LOSS, LOSS * end), grad_norm=(0 * norm + 1, 0 * norm + 1)) == ["jump"]
+
+
+def test_a_loss_in_bits_is_no_sum() -> None:
+    norm = 1 + NOISE[0]
+    for factor, bits in ((1 / math.log(2), True), (math.log(2), True), (1.5, False)):
+        (cause,) = likely_causes(evidence_of({"loss": 0}, loss=(LOSS, factor * LOSS), grad_norm=(norm, norm)))
+        assert ("in bits on one side and in nats on the other" in cause.text) == bits
+        assert ("as a sum" in cause.text) != bits
 
 
 def test_another_order_of_the_data_has_the_same_mean_and_unrelated_noise() -> None:

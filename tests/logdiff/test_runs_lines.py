@@ -14,7 +14,7 @@ from console_lines import COUNTED, losses, opened, points, trainer
 
 from conformance.core.errors import UsageError
 from reports.logdiff.command import compare_sides
-from reports.logdiff.lines import FORMATS, Format
+from reports.logdiff.lines import FORMATS, Format, lines_of, read_lines
 from reports.logdiff.metrics import canonical
 from reports.logdiff.readers import read_log, read_text
 from reports.logdiff.run import run_of
@@ -378,3 +378,31 @@ def test_tokens_in_thousands_and_in_numbers_are_the_same() -> None:
     run = opened("\n".join(texts))
     assert run.tokens is not None
     assert list(run.tokens.values) == [900.0, 1800.0, 2700.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        (
+            "iteration 10/ 20 | elapsed time per iteration (ms): 512.3 | lm loss: 2.5 |",
+            "elapsed time per iteration (ms)",
+        ),
+        ("steps: 10 loss: 2.5000 iter time (s): 1.234 samples/sec: 12.963", "iter time (s)"),
+    ],
+)
+def test_a_name_keeps_its_words_before_a_unit(line: str, own: str) -> None:
+    (row,), _ = read_lines(list(lines_of(line)), name="log")
+    assert own in row.values
+    assert [name for name in row.values if canonical(name)] in (["lm loss"], ["loss"])
+
+
+def test_lines_of_deepspeed_that_name_rank_0_are_of_one_process() -> None:
+    lines = [
+        f"[2026-11-30 08:00:00,123] [INFO] [logging.py:128:log_dist] [Rank 0] step={step}, skipped=0, lr=[1e-05]\n"
+        f"[2026-11-30 08:00:00,124] [INFO] [timer.py:258:stop] epoch=0/micro_step={step}/global_step={step}, Mem=1GB\n"
+        f"{{'loss': {2.5 - step / 100}, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': {step / 60:.2f}}}\n"
+        for step in range(1, 9)
+    ]
+    run = run_of(read_text("".join(lines), name="log"), name="log")
+    assert not [note for note in run.notes if "processes" in note]
+    assert list(run.curves["loss"].steps) == list(range(1, 9))
