@@ -127,6 +127,15 @@ class ClippingBeforeMuon:
         return norm
 
 
+def clip_by_a_number_of_the_host(wrapper: Any) -> None:
+    """Clips gradients in bf16 by a factor in host memory, which torch does not round.
+
+    DeepSpeed's factor is a tensor on the gradients' device. On a GPU torch rounds it to bf16 before it multiplies.
+    """
+    clip = wrapper.unscale_and_clip_grads
+    wrapper.unscale_and_clip_grads = lambda gradients, norm: clip(gradients, torch.as_tensor(norm).cpu())
+
+
 def compare_in_host_memory(engine: Any) -> None:
     """Replaces the input check of an engine with tensor parallelism, before its first forward pass."""
     own = engine.first_dataloader_check

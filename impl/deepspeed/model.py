@@ -27,6 +27,7 @@ from impl.deepspeed import checkpoint, global_state
 from impl.deepspeed.checkpoint_layout import Cut, engine_cut, largest_group_last
 from impl.deepspeed.config import (
     ClippingBeforeMuon,
+    clip_by_a_number_of_the_host,
     clips_before_muon,
     compare_in_host_memory,
     forget_overflow,
@@ -99,6 +100,8 @@ class DeepspeedModel(HuggingFaceModel):
             lr_scheduler=lambda made: learning_rates(made, schedule),
         )
         freeze_others(model, optimizer)  # after AutoTP, which registers gradient hooks
+        if self.context.config.tier.stored:
+            clip_by_a_number_of_the_host(self.engine.optimizer)
         if clips_before_muon(self.context.config, optimizer):
             self.clipping = ClippingBeforeMuon(self.engine.optimizer, optimizer.max_grad_norm)
         self.tensors = EngineTensors(self.engine, self._place())
