@@ -211,6 +211,8 @@ _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
             "is_current_stream_capturing": _answer(False),
         },
     ),
+    # As builds of torch for CPUs answer. From 2.13 on, steps of optimizers ask the accelerator for its stream.
+    (torch.accelerator, {"current_accelerator": _answer(None)}),
     (torch.cuda.random, _RNG_STATES),
     (torch.cuda.nvtx, {"range_push": _answer(None), "range_pop": _answer(None)}),
     (DeviceMesh, {"__init__": _of_cpu(DeviceMesh.__init__)}),

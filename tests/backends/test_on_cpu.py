@@ -157,3 +157,13 @@ def test_float64_is_where_float32_was(owner: Any, request: pytest.FixtureRequest
     with parity.float64_for(FUNCTIONS, "TABLE"):
         assert TABLE["fp32"] == torch.float64
     assert owner.to_dtype("fp32") == TABLE["fp32"] == torch.float32
+
+
+def test_optimizers_step_where_torch_is_built_for_cuda_and_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    with module.cuda_is_cpu():
+        torch.optim.AdamW([parameter]).step()
+    assert (parameter != 1).all()
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
