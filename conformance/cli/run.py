@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from conformance.results.output_folders import merge, rewrite_summary, slim
 from conformance.results.run_results import SUMMARY, read_run
 from conformance.results.verdict import STATES
 from conformance.runner.attempt import JudgedCell
-from conformance.runner.earlier_run import cells_left, read_earlier, with_earlier_cells
+from conformance.runner.earlier_run import cells_left, read_earlier, refuse_other_options, with_earlier_cells
 from conformance.runner.phases import TraceFailed
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus, oracles_that_fit
@@ -98,13 +98,21 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
     if again.resume and options.out:
         raise UsageError("--resume continues in the folder of the earlier run; omit --out")
     out = Path(again.resume) if again.resume else output_folder(options.out)
+    only = selection.cells if again.rerun else ()  # of the cells of the earlier run
+    selection = replace(selection, cells=()) if only else selection
     selection = with_earlier_cells(selection, out) if again.resume else selection
-    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
-    import_adapters(selected_backends(selection))  # while this process checks the inputs
     text = selection.text(ranks)
+    more = f" --rerun {again.rerun}" * bool(again.rerun) + "".join(f" --cells {shlex.quote(one)}" for one in only)
+    try:
+        plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
+    except UsageError:
+        if again.resume:
+            refuse_other_options(out, text, more=more)
+        raise
+    import_adapters(selected_backends(selection))  # while this process checks the inputs
     digests = _digests(plan.cells) if again.resume else {}  # a new run checks memory first: this reads all weights
-    earlier = read_earlier(out, plan, ranks, selection=text, inputs=digests) if again.resume else None
-    cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
+    earlier = read_earlier(out, plan, ranks, selection=text, inputs=digests, more=more) if again.resume else None
+    cells = cells_left(plan.cells, earlier, again, only=only) if earlier else list(plan.cells)
     config = SessionConfig(
         out=out,
         device=ranks.device,

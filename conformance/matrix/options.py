@@ -164,7 +164,8 @@ class Again(Options):
         group=JOBS,
     )
     rerun: str | None = _option(
-        "with --resume: run its cells that differ or ended in an infrastructure failure again, and no other",
+        "with --resume: run its cells that differ or ended in an infrastructure failure again, and no other; --cells "
+        "selects some of them",
         choices=("failed",),
         group=JOBS,
     )

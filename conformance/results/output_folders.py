@@ -40,7 +40,7 @@ from conformance.results.run_results import (
     write_summary,
 )
 from conformance.results.trust import CheckedCell, read_cells
-from conformance.results.verdict import NO_FAULT, NOT_STARTED, RunVerdict
+from conformance.results.verdict import FAILED_BEFORE, NO_FAULT, NOT_STARTED, RunVerdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def rewrite_summary(out: Path, *, seconds: float | None = None) -> dict[str, Any
     """
     run, entries = read_verdicts(out)
     finished = run.finished
-    if all(entry.verdict.reason != NOT_STARTED for entry in entries):
+    if all(entry.verdict.reason not in (NOT_STARTED, FAILED_BEFORE) for entry in entries):
         finished = finished or datetime.now(UTC).isoformat(timespec="seconds")
     seconds = run.seconds if seconds is None else seconds
     write_summary(out, replace(run, finished=finished, seconds=seconds), [cell_summary(entry) for entry in entries])

@@ -16,6 +16,8 @@ State = Literal[
 ]
 RunVerdict = Literal["conforms", "partly_observed", "differs", "incomplete"]
 NOT_STARTED = "the run ended before this cell"  # the reason of every planned cell until it runs
+OTHER_CODE = "only earlier code of its backend ran; --resume runs it"
+FAILED_BEFORE = "failed with earlier code of its backend; --resume with --rerun failed runs it"
 
 
 @dataclass(frozen=True, kw_only=True)

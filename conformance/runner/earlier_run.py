@@ -27,16 +27,16 @@ from conformance.core.packages import is_installed, package_version
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Ranks, Selection
 from conformance.matrix.plan import Plan
+from conformance.matrix.profile import select
 from conformance.results.baseline import CHANGED, COMMIT, RANKS_PER_GPU
 from conformance.results.output_folders import Part, check_parts, read_part, rewrite_summary
 from conformance.results.run_results import SUMMARY, Entry, Run, read_summary, write_entry
 from conformance.results.trust import read_cells
-from conformance.results.verdict import ANSWERED, FAILED, State
+from conformance.results.verdict import ANSWERED, FAILED, FAILED_BEFORE, State
 from conformance.runner.oracle_jobs import recover
 from conformance.runtime.gpu_inventory import installed_gpus
 
 logger = logging.getLogger(__name__)
-OTHER_CODE = "only earlier code of its backend ran; --resume runs it"  # the reason of a cell without a verdict
 PACKAGE = Path(conformance.__file__).parent
 # Prefixes of environment variables that change results of libraries or the communication of ranks.
 VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
@@ -56,6 +56,12 @@ class Earlier:
     outdated: tuple[Cell, ...]
     inputs: Mapping[str, str]
 
+    @property
+    def failed(self) -> frozenset[str]:
+        """Returns the cells that failed, or that failed with earlier code and were not reached since."""
+        verdicts = ((entry.cell, entry.verdict) for entry in self.entries)
+        return frozenset(cell for cell, one in verdicts if one.state in FAILED or one.reason == FAILED_BEFORE)
+
 
 def with_earlier_cells(selection: Selection, out: Path) -> Selection:
     """Returns the selection with the cells of the run in ``out``, if it names none. Only patterns are taken from the
@@ -63,10 +69,20 @@ def with_earlier_cells(selection: Selection, out: Path) -> Selection:
     return selection.with_cells_of(read_summary(out)[0].selection if (out / SUMMARY).exists() else "")
 
 
-def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs: Mapping[str, str]) -> Earlier:
+def refuse_other_options(out: Path, selection: str, *, more: str) -> None:
+    """Raises UsageError if the run in ``out`` has other options. more: what its command has to be given besides."""
+    run = read_summary(out)[0]
+    if changes := _option_changes(run.selection, selection):
+        command = (run.resumed(out) or run.command).replace(" --rerun failed", "")
+        raise UsageError(f"{out} has other options than this run: {changes}; go on with it: {command}{more}")
+
+
+def read_earlier(
+    out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs: Mapping[str, str], more: str = ""
+) -> Earlier:
     """Reads the run in ``out``. Raises UsageError unless it has the cells, device, versions and files of ``plan``.
 
-    selection, inputs: those of this run (conformance.results.run_results.Run).
+    selection, inputs: those of this run (conformance.results.run_results.Run). more: see refuse_other_options.
     """
     if {path.name for path in out.glob("*")} == {LOCK}:
         raise UsageError(f"{out} has no cells: its run ended before the first one; give --out instead of --resume")
@@ -74,8 +90,8 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs:
     recover(out)
     earlier = read_part(out)
     command = earlier.run.resumed(out) or earlier.run.command
-    if earlier.run.selected != plan.digest and (changes := _option_changes(earlier.run.selection, selection)):
-        raise UsageError(f"{out} has other options than this run: {changes}; go on with it: {command}")
+    if earlier.run.selected != plan.digest:
+        refuse_other_options(out, selection, more=more)
     wanted = Run(
         started="",
         finished=None,
@@ -91,7 +107,7 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str, inputs:
     check_parts([earlier, Part(name="this run", run=wanted, entries=(), version=earlier.version)])
     if earlier.run.floor.shards != plan.floor.shards:
         shards = ", ".join(earlier.run.floor.shards) or "all cells"
-        raise UsageError(f"{out} has {shards}; resume it with the same --shard: {command}")
+        raise UsageError(f"{out} has {shards}; resume it with the same --shard: {command}{more}")
     changed = _changed_code(earlier, plan, selection=selection, inputs=inputs)
     rewrite_summary(out)  # a killed run has written verdicts that are missing in its summary
     run, cells = read_cells(out)
@@ -149,21 +165,25 @@ def _option_changes(then: str, now: str) -> str:
     return ", and ".join(f"{who} {' '.join(options)}" for who, options in changes if options)
 
 
-def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again) -> list[Cell]:
-    """Returns the cells to run: those without a verdict on the present code, or those that failed.
+def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again, *, only: Sequence[str] = ()) -> list[Cell]:
+    """Returns the cells to run: those without a verdict on the present code, or those that failed, also with code that
+    was mended since. only: patterns of those to run.
 
     There may be none if a run was stopped after its last cell. Raises UsageError if no cell failed.
     """
-    states = {entry.cell: entry.verdict.state for entry in earlier.entries}
-    unanswered = {str(cell) for cell in cells if states.get(str(cell), "not_run") not in ANSWERED}
-    failed = {str(cell) for cell in cells if states.get(str(cell)) in FAILED}
+    verdicts = {entry.cell: entry.verdict for entry in earlier.entries}
+    unanswered = {str(cell) for cell in cells if str(cell) not in verdicts} | {
+        cell for cell, verdict in verdicts.items() if verdict.state not in ANSWERED
+    }
     outdated = {str(cell) for cell in earlier.outdated}
-    wanted = failed if again.rerun else unanswered | outdated
+    wanted = set(earlier.failed) if again.rerun else unanswered | outdated
     left = [cell for cell in cells if str(cell) in wanted]
     if again.rerun and not left:
         raise UsageError(f"no cell of {again.resume} failed; parity report {again.resume} shows all")
+    left = select(left, only)
     if outdated:
-        later = f"; {len(outdated - wanted)} of them wait for --resume without --rerun" if outdated - wanted else ""
+        waiting = len(outdated - {str(cell) for cell in left})
+        later = f"; {waiting} of them wait for --resume without --rerun" if waiting else ""
         logger.warning("the code of a backend changed, so its %d cells lose their verdicts%s", len(outdated), later)
     return left
 

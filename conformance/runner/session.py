@@ -26,9 +26,9 @@ from conformance.models.synthetic import is_large, is_sketched, is_without_weigh
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import decoder_of
 from conformance.results.bisection import Bisected
-from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
+from conformance.results.verdict import FAILED, FAILED_BEFORE, NOT_STARTED, OTHER_CODE, Verdict
 from conformance.runner.attempt import CellRunner, Expectations, JudgedCell, ResultWriter, expected_of_none
-from conformance.runner.earlier_run import OTHER_CODE, environment
+from conformance.runner.earlier_run import environment
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.phases import import_ahead
 from conformance.runner.placement import (
@@ -216,9 +216,11 @@ class Session:
             list(dict.fromkeys(phase.backend for cell in cells for phase in cell.phases))
         )
         to_run = set(map(str, cells))
+        failed = self.config.earlier.failed if self.config.earlier else ()
         for cell in dict.fromkeys((*cells, *self.results.outdated)):
             if str(cell) not in self.results.earlier:
                 reason = NOT_STARTED if str(cell) in to_run else OTHER_CODE
+                reason = FAILED_BEFORE if str(cell) in failed else reason
                 announced = JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=reason))
                 self.results.store(announced, expected=expected_of_none(cell))
         self.results.write_summary(finished=False)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,7 @@ from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.io import is_unused, locked, owned
 from conformance.results.run_results import read_run
-from conformance.results.verdict import NOT_STARTED
-from conformance.runner.earlier_run import OTHER_CODE
+from conformance.results.verdict import FAILED_BEFORE, NOT_STARTED, OTHER_CODE
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from reports.markdown import write_markdown
@@ -267,23 +266,50 @@ class Own(Plain):
 """
 
 
-def test_after_a_mend_no_verdict_of_the_code_before_counts(
-    chosen: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Failed cells run first, with the new code; the run is incomplete until it has run the other ones, too."""
-    monkeypatch.syspath_prepend(tmp_path)
-    out, first, second = tmp_path / "out", FIRST.replace("flaky", "own"), SECOND.replace("flaky", "own")
+Runs = Callable[..., tuple[int, str]]
 
-    def run(*options: str, code: str = OWN, wrong: str = "dp1") -> tuple[int, str]:
+
+@pytest.fixture
+def run_own(
+    chosen: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Runs:
+    """Runs a backend of the user's own that fails in the layouts ``wrong``; returns the exit code and what was said."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(*options: str, code: str = OWN, wrong: str = "dp1", own: bool = True) -> tuple[int, str]:
         monkeypatch.setattr(registry, "_there", {})
         (tmp_path / "own_backend.py").write_text(code)
         (tmp_path / "own_numbers.py").write_text(f"WRONG = {wrong!r}\n")  # a module beside it
-        return cli.main(["run", "--backend", "own_backend:Own", *chosen[2:], *options]), capsys.readouterr().err
+        backend = ["--backend", "own_backend:Own", *chosen[2:]] if own else []
+        return cli.main(["run", *backend, *options]), capsys.readouterr().err
 
+    return run
+
+
+def test_a_rerun_of_mended_code_goes_on_where_it_was_stopped(run_own: Runs, tmp_path: Path) -> None:
+    out, first, second = tmp_path / "out", FIRST.replace("flaky", "own"), SECOND.replace("flaky", "own")
+    again = ("--resume", str(out), "--rerun", "failed")
+    assert run_own("--out", str(out), wrong="dp1 dp2")[0] == 3
+    assert states(out) == {first: "infrastructure", second: "infrastructure"}
+    status, said = run_own(*again, "--fail-fast", wrong="dp1 ")
+    assert (status, "running 2 cells" in said) == (3, True), said
+    assert states(out) == {first: "infrastructure", second: "not_run"}
+    assert read_run(out)[1][1].verdict.reason == FAILED_BEFORE
+    for cells, told in (("*/dp2.pp9/*", "no cell matches"), ("*/dp2/*", "running 1 cells")):
+        assert told in run_own(*again, "--cells", cells, wrong="dp1 ")[1]
+    assert states(out) == {first: "infrastructure", second: "conforms"}
+    status, said = run_own(*again, "--cells", "*/dp1/*", own=False)
+    assert status == 2
+    assert f"{out} has other options than this run: it had --" in said
+    assert said.endswith(f"--resume {out} --rerun failed --cells '*/dp1/*'\n")
+
+
+def test_after_a_mend_no_verdict_of_the_code_before_counts(
+    run_own: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Failed cells run first, with the new code; the run is incomplete until it has run the other ones, too."""
+    run, out = run_own, tmp_path / "out"
+    first, second = FIRST.replace("flaky", "own"), SECOND.replace("flaky", "own")
     assert run("--out", str(out))[0] == 3
     assert states(out) == {first: "infrastructure", second: "conforms"}
     assert run("--resume", str(out), "--rerun", "failed", code="import nothing_of_this_name")[0] == 3
