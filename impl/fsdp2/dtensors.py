@@ -129,6 +129,8 @@ def _gather(parts: list[torch.Tensor], lengths: list[int], group: dist.ProcessGr
 
 def _end_to_end(parts: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
     """Concatenates this rank's parts, each padded to its number of elements."""
+    if len(parts) == 1 and parts[0].numel() == numbers[0]:
+        return parts[0].flatten()  # not a copy: a large tensor is gathered alone
     own = parts[0].new_zeros(sum(numbers))
     for part, piece in zip(parts, own.split(numbers), strict=True):
         piece[: part.numel()] = part.flatten()
