@@ -62,6 +62,7 @@ LIMIT_S = 300.0  # seconds for an answer; for the first one, seconds in which th
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
 CODE = "code of "  # begins the name of a digest of code, among those of files
 MOST_PROCESSES = 8  # of adapters, the last ones that were asked; each keeps some 50 MB
+_SUITE = ("conformance", "impl", "parity", "reports")  # packages; another checkout may be on the path as well
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
 
 
@@ -135,6 +136,8 @@ def code_of(adapter: type[Backend]) -> str:
     files: set[Path] = set()
     for one in adapter.__mro__:
         top = sys.modules[one.__module__.partition(".")[0]]
+        if top.__name__ in _SUITE:
+            continue
         if (file := getattr(top, "__file__", None)) is None or (one is not adapter and _is_installed(Path(file))):
             continue
         if hasattr(top, "__path__"):
@@ -142,8 +145,7 @@ def code_of(adapter: type[Backend]) -> str:
         else:
             loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
             files |= {Path(path) for path in loaded if path and Path(path).parent == Path(file).parent}
-    suite = [Path(conformance.__file__).parents[1] / name for name in ("conformance", "impl", "parity", "reports")]
-    own = sorted(path for path in files if path.is_file() and not any(map(path.is_relative_to, suite)))
+    own = sorted(path for path in files if path.is_file())
     digests = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in own]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if digests else ""
 

@@ -18,8 +18,10 @@ import pytest
 from plain_backend import Plain
 from plain_profile import SCENARIO
 
+import impl
 from conformance.backends import registry
 from conformance.backends.protocol import Support
+from conformance.backends.registry import code_of
 from conformance.cli import main as cli
 from conformance.cli import run as cli_run
 from conformance.core import io
@@ -325,6 +327,14 @@ def test_after_a_mend_no_verdict_of_the_code_before_counts(
     assert [entry.before for entry in read_run(out)[1]] == [(), ()]  # another code's failure is not a flaky cell
     status, said = run("--resume", str(out), code=f"{OWN}\nWRONG = ()\n", wrong="")
     assert (status, "running 2 cells" in said) == (0, True), said
+
+
+def test_another_checkout_of_the_suite_is_no_code_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one is installed and another one is on the path, in which somebody works."""
+    before = code_of(Flaky)
+    (tmp_path / "more.py").write_text("MORE = 1\n")
+    monkeypatch.setattr(impl, "__path__", [*impl.__path__, str(tmp_path)])
+    assert code_of(Flaky) == before
 
 
 def test_a_run_that_does_not_say_what_it_read_is_not_continued(
