@@ -8,7 +8,6 @@ import time
 
 # Before torch is imported: threads that wait for each other keep the cores busy, which workers and ranks share.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # so that one thread is there to be forked
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -32,8 +31,6 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import load_scenario
 from reports.html import write_html
-
-pytest_plugins = ("forked_workers",)
 
 # Files that take long come first: a worker runs a file whole, and none is to be left over at the end.
 LONG = (
@@ -184,9 +181,9 @@ def _draws() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _oracle_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The oracle's records of this run of pytest, for all its forks; nothing of an earlier run is used."""
+    """The oracle's records of this run of pytest, for all its workers; nothing of an earlier run is used."""
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if base.name.startswith("fork-") else base
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["PARITY_CACHE"] = str(shared / "oracle-cache")
 
 
