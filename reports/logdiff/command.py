@@ -125,7 +125,7 @@ def _next_command(sides: Sequence[Sequence[str]], pairs: "Sequence[Comparison]",
     """The command that tells more, with a word on what it does."""
     several = any(len(side) > 1 for side in sides)
     logs = [f"--side {shlex.join(side)}" if several else shlex.join(side) for side in sides]
-    command = f"parity diff {' '.join(logs)}"
+    command = f"parity diff {' '.join(logs)}{f' --by {by}' * (by != 'step')}"
     differing = next((one for one in pairs if one.differs), None)
     if differing and differing.first:
         return f"{command} --metric {shlex.quote(differing.first.name)} --out diff   (draws its curves: diff/diff.html)"

@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.core.errors import UsageError, did_you_mean
 from reports.logdiff.alignment import Aligned, Alignment, align, averages, counter_pace, listed
-from reports.logdiff.likely_causes import Evidence, LikelyCause, constant_factor, likely_causes
+from reports.logdiff.likely_causes import ALONE, Evidence, LikelyCause, constant_factor, likely_causes
 from reports.logdiff.metrics import (
     METRICS,
     is_loss,
@@ -96,6 +96,11 @@ class Comparison:
         return any(one.first for one in self.metrics)
 
     @property
+    def place(self) -> str:
+        """What the curves are compared at."""
+        return "step" if self.alignment.by == "step" else "position"
+
+    @property
     def shown(self) -> tuple[Compared, ...]:
         """The metrics, and of those of single ranks the ones that differ."""
         return tuple(one for one in self.metrics if one.first or not is_of_rank(one.name))
@@ -144,7 +149,7 @@ class Comparison:
                     found = constant_factor(np.log(curve[positive] / values[0][positive]))
                     if found and found.size > FAR_APART and positive.mean() > 0.5:
                         text = f"of side {letter}, {one.name} of {run.name} is {np.exp(found.log):.3g} times that of"
-                        texts.append(f"{text} {side.runs[0].name} at every {self.alignment.by}")
+                        texts.append(f"{text} {side.runs[0].name} at every {self.place}")
         return texts
 
     @property
@@ -171,7 +176,7 @@ class Comparison:
             d = np.log(b / a)
             found = constant_factor(d, least=LEAST_FACTOR)
             if found and float(np.abs(d - found.log).max()) < abs(found.log) / 10:
-                where = f"at every {self.alignment.by}, within the band"
+                where = f"at every {self.place}, within the band"
                 texts.append(f"{one.name}: that of side B is {np.exp(found.log):.6g} times that of side A {where}")
         return texts
 
@@ -313,15 +318,16 @@ def _averaged(
     return found
 
 
-def _broken(metrics: Sequence[Compared]) -> tuple[tuple[str, str, float, bool], ...]:
-    """Find where a metric stops being finite on one side alone: metric, side, first position, whether to the end."""
+def _broken(metrics: Sequence[Compared]) -> tuple[tuple[str, str, float, str], ...]:
+    """Find where a metric stops being finite on one side alone: metric, side, first position, for how long."""
     found = []
     for one in metrics:
         a, b = (np.isfinite(mean) for mean in one.means)
         for side, own, other in (("A", a, b), ("B", b, a)):
             if len(alone := np.flatnonzero(~own & other)):
-                to_end = not own[alone[0] :].any()
-                found.append((one.name, side, float(one.aligned.positions[alone[0]]), bool(to_end)))
+                later = own[alone[0] + 1 :]
+                course = ALONE if later.all() else "for some time" if later.any() else "to the end"
+                found.append((one.name, side, float(one.aligned.positions[alone[0]]), course))
     return tuple(found)
 
 

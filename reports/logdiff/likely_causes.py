@@ -13,7 +13,7 @@ import numpy as np
 
 from conformance.numerics.comparison import whole_number
 from reports.logdiff.run import Floats
-from reports.wording import percent
+from reports.wording import percent, plural
 
 LEAST = 0.05  # of a logarithm: a smaller factor is a difference like any other
 HELD = 0.8  # of the steps, at least, at which a factor holds within a quarter of its logarithm
@@ -100,11 +100,12 @@ def _factor(a: Floats, b: Floats) -> tuple[str, str] | None:
 def _lag(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
     stride = float(np.median(np.diff(steps)))
     for k in range(1, len(a) // 2):
+        later = f"{plural(round(k * stride), 'step')} later"
         for late, early, who in ((b, a, "B"), (a, b, "A")):
             if _varies(late[k:]) and len(late) - k >= FEWEST and _same(late[k:], early[:-k], a):
                 return (
                     "learning rate: lag",
-                    f"the learning rate of side {who} is the other's {k * stride:.0f} steps later: the schedule is"
+                    f"the learning rate of side {who} is the other's {later}: the schedule is"
                     " advanced before instead of after the update, counts its steps from another one, or skips some;"
                     " or the log has the rate of the next step",
                 )
@@ -175,7 +176,7 @@ class LikelyCause:
 class Evidence:
     """The positions [T] and both sides' means [T] of each metric; ``firsts``: the index at which a metric differs.
 
-    ``broken``: metric, side, first position of values that are not finite on that side alone, and whether they stay so.
+    ``broken``: metric, side, first position of values that are not finite on that side alone, and for how long.
     ``averaged``: metrics of which one log has means, with a sentence, and whether the numbers show it.
     ``numbers`` are counts of ranks and micro-batches in the logs' headers, ``resumed`` steps at which a log begins
     again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own. ``pace``: a
@@ -184,7 +185,7 @@ class Evidence:
 
     curves: Mapping[str, tuple[Floats, Floats, Floats]]
     firsts: Mapping[str, int]
-    broken: tuple[tuple[str, str, float, bool], ...]
+    broken: tuple[tuple[str, str, float, str], ...]
     averaged: Mapping[str, tuple[str, bool]]
     numbers: Mapping[int, list[str]]
     resumed: Mapping[int, str]
@@ -205,6 +206,7 @@ class Evidence:
         return any((d := self.ratio(name)) is not None and abs(d[0]) < SAME for name in LOSSES)
 
 
+ALONE = "alone"  # of one position
 LOSSES = ("loss", "policy_loss")
 
 
@@ -221,11 +223,12 @@ def likely_causes(evidence: Evidence) -> tuple[LikelyCause, ...]:
 
 def _not_finite(evidence: Evidence) -> Iterator[LikelyCause]:
     """Name the first metric that is not finite on one side alone."""
-    for metric, side, position, to_end in sorted(evidence.broken, key=lambda one: one[2])[:1]:
-        course = "to the end" if to_end else "for some time"
+    for metric, side, position, course in sorted(evidence.broken, key=lambda one: one[2])[:1]:
+        where = f"{evidence.by} {position:.0f}"
+        when = f"at {where} {ALONE}" if course == ALONE else f"from {where} on, {course}"
         yield LikelyCause(
             name="not finite",
-            text=f"the {metric} of side {side} is not finite from {evidence.by} {position:.0f} on, {course}: an"
+            text=f"the {metric} of side {side} is not finite {when}: an"
             " overflow, a division by zero, or a learning rate that is too high; look at the step before",
             weight=0.9,
         )

@@ -10,6 +10,7 @@ import numpy as np
 from reports.logdiff.alignment import listed
 from reports.logdiff.comparison import Compared, Comparison, Side
 from reports.logdiff.metrics import is_known, is_ratio
+from reports.logdiff.rows import COUNTED
 from reports.logdiff.tolerance_band import HUGE
 from reports.wording import percent, plain, plural
 
@@ -123,7 +124,7 @@ def band(comparison: Comparison) -> str:
         but = f"; of {' and '.join(exact)}, only digits that are not printed" if exact else ""
         noisy = [one.name for one in comparison.shown if is_ratio(one.name)]
         noise = f"; of {' and '.join(noisy)}, also the scatter from step to step" if noisy else ""
-        return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}{but}{noise}."
+        return f"Allowed is a relative difference of ±{allowed} at every {comparison.place}{but}{noise}."
     counts = " and ".join(str(len(side.runs)) for side in comparison.sides)
     return (
         f"Allowed is what the spread of the {counts} runs makes probable: in a hundred comparisons of honest sides, one"
@@ -181,7 +182,13 @@ def cause_texts(comparison: Comparison) -> list[str]:
 
 def notes(comparison: Comparison) -> list[str]:
     """What had to be put right or left out, and what is not finite."""
-    texts = [f"{run.name}: {note}" for side in comparison.sides for run in side.runs for note in run.notes]
+    texts = [
+        f"{run.name}: {note}"
+        for side in comparison.sides
+        for run in side.runs
+        for note in run.notes
+        if note != COUNTED or comparison.alignment.by == "step"
+    ]
     if own := [one.name for one in comparison.metrics if not is_known(one.name)]:
         texts.append(f"{listed(own)}: no table knows this name; compared under it")
     texts += [f"{one.name}: {one.judged.untold}" for one in comparison.shown if one not in comparison.told]

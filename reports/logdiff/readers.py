@@ -29,6 +29,7 @@ from reports.logdiff.lines import FORMATS, format_of, lines_of, read_lines
 from reports.logdiff.metrics import STEP, TOKENS, canonical, is_known, plain_name
 from reports.logdiff.rows import COUNTED, LARGEST_STEP, NO_STEP, Log, Row, flat, number_in, numbered, row_of
 
+DECIMAL_COMMA = re.compile(r"[-+]?\d{1,40},\d{1,40}(?:[eE][-+]?\d{1,4})?")
 BETWEEN = " - "
 METRIC_FILE = re.compile(r"\d{10,16} \S{1,40} \d{1,15}\Z")  # of MLflow: time, value, step
 
@@ -49,6 +50,9 @@ def read_table(text: str, *, name: str, chosen: str | None) -> Log | None:
     if twice := next((one for one in header if header.count(one) > 1 and _is_read(one)), None):
         raise UsageError(f"{name} has {header.count(twice)} columns called {twice}; rename or remove all but one")
     _, *table = _cells(lines, delimiter, name=name)
+    commas = delimiter == ";" and next((cell for line in table for cell in line if DECIMAL_COMMA.fullmatch(cell)), "")
+    if commas:
+        table = [[cell.replace(",", ".") if DECIMAL_COMMA.fullmatch(cell) else cell for cell in line] for line in table]
     form = "MLflow metric file" if lower == ["time", "value", "step"] else "CSV"
     names = {place: column for place, column in enumerate(header) if place != counter}
     if {"key", "value"} <= set(lower):
@@ -75,8 +79,10 @@ def read_table(text: str, *, name: str, chosen: str | None) -> Log | None:
         cells = {column: line[place].strip() for place, column in names.items() if place < len(line)}
         values = {column: value for column, cell in cells.items() if (value := number_in(cell)) is not None}
         rows.append(Row(step, values, frozenset(column for column, cell in cells.items() if not cell)))
-    notes = (f"{broken} lines have no whole number as their step; they were left out",) if broken else ()
-    return Log(format=form, rows=rows, notes=notes)
+    notes = [f"{broken} lines have no whole number as their step; they were left out"] if broken else []
+    if commas:
+        notes.append(f"cells are separated by semicolons, and a comma is a decimal sign: {commas} is a number")
+    return Log(format=form, rows=rows, notes=tuple(notes))
 
 
 def _cells(lines: Sequence[str], delimiter: str, *, name: str) -> list[list[str]]:

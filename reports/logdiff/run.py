@@ -3,7 +3,8 @@
 Blanks: where a log names a metric at a step and says no number, JSON's null or an empty cell of a table. JSON has no
 NaN, and serializers write null for it (orjson, JavaScript, pandas; pandas leaves the cell of a CSV empty). The same is
 written of a metric that a step does not have, such as an evaluation. The other steps tell: a blank where the metric was
-due, on a step that has what it usually comes with, is NaN. Any other blank is no value.
+due, on a step that has what it usually comes with, is NaN. Any other blank is no value;
+nor is an empty cell of a table whose later cells have numbers: a log that lacks some is not told from pandas' NaN.
 
 Several processes may log each step. Their numbers are averaged, as a trainer averages a loss over ranks, and those of
 ranks that the log names are kept as well. Where a log
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from conformance.core.errors import UsageError
 from reports.logdiff.metrics import METRICS, OF_RANK, TOKENS, Place, canonical, is_evaluation, is_known, plain_name
 from reports.logdiff.rows import Fixed, Log, Row, times
+from reports.wording import plural
 
 FIRST_RANK = "rank 0"
 SHOWN = 5  # places of a resume, and names, in a note
@@ -161,9 +163,21 @@ def run_of(log: Log, *, name: str) -> Run:
     if tokens and added:
         tokens = Curve(tokens.steps, np.cumsum(tokens.values))
     lost = nan_steps({metric: set(steps) for metric, steps in found.items()}, blank)
+    if "CSV" in log.format:
+        gaps = {
+            metric: [step for step in steps if step < max(found.get(metric, [0]))] for metric, steps in lost.items()
+        }
+        lost = {metric: steps[len(gaps[metric]) :] for metric, steps in lost.items() if len(steps) > len(gaps[metric])}
+        notes += [
+            f"{metric} has no number at {plural(len(steps), 'step')}, but later ones; not compared there"
+            for metric, steps in gaps.items()
+            if steps
+        ]
     for metric, steps in lost.items():
         found.setdefault(metric, {}).update(dict.fromkeys(steps, math.nan))
-        notes.append(f"{metric} has no number at {len(steps)} steps that have all else; it was taken to be NaN there")
+        notes.append(
+            f"{metric} has no number at {plural(len(steps), 'step')} that have all else; it was taken to be NaN there"
+        )
     curves = {
         metric: _curve(found[metric])
         for metric in (*METRICS, *(m for m in found if not is_known(m)))

@@ -62,11 +62,14 @@ def test_null_is_nan_where_a_metric_is_due_and_all_else_is_there(
     assert nan_of(run, name) == expected
     table = "step,lr,grad_norm," + name + "\n"
     table += "".join(f"{step},1e-3,0.5,{'' if x is None else x}\n" for step, x in enumerate(values, 1))
-    assert nan_of(opened(tmp_path, table), name) == expected
+    to_end = [step for step in expected if not any(values[step - 1 :])]
+    told = opened(tmp_path, table)
+    assert nan_of(told, name) == to_end
+    assert any("but later ones; not compared there" in note for note in told.notes) == (to_end != expected)
     if expected:
         number = len(expected)
-        note = f"{name} has no number at {number} steps that have all else; it was taken to be NaN there"
-        assert run.notes == (note,)
+        at = f"at {number} step{'s' * (number > 1)} that have all else"
+        assert run.notes == (f"{name} has no number {at}; it was taken to be NaN there",)
 
 
 def test_of_a_step_that_is_logged_twice_a_later_null_counts(tmp_path: Path) -> None:

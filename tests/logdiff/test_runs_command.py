@@ -254,6 +254,44 @@ def test_the_usual_counters_of_steps_are_read(
     assert "b.jsonl (JSON lines, steps 11 to 80)" in capsys.readouterr().out
 
 
+def test_decimal_commas_between_semicolons_are_read_and_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path, "a.jsonl")
+    rows = [json.loads(line) for line in Path(a).read_text().splitlines()]
+    lines = [f"{row['step']};{row['loss']:.5f};{row['grad_norm']:.4f}".replace(".", ",") for row in rows]
+    (tmp_path / "b.csv").write_text("\n".join(["step;loss;grad_norm", *lines]), encoding="utf-8")
+    assert diff(a, tmp_path / "b.csv") == 0
+    note = f"a comma is a decimal sign: {lines[0].split(';')[1]} is a number"
+    assert note in capsys.readouterr().out
+
+
+def test_by_tokens_it_speaks_of_positions_and_keeps_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path, "a.jsonl")
+    rows = [json.loads(line) for line in Path(a).read_text().splitlines()]
+    text = "".join(json.dumps({name: row[name] for name in ("tokens", "loss")}) + "\n" for row in rows)
+    (tmp_path / "b.jsonl").write_text(text, encoding="utf-8")
+    assert diff(a, tmp_path / "b.jsonl", "--by", "tokens") == 0
+    told = capsys.readouterr().out
+    assert "±5% at every position" in told
+    assert "counts no steps" not in told
+    assert "--by tokens --threshold 0.01 " in told.splitlines()[-1]
+
+
+def test_empty_cells_of_a_table_are_no_overflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path, "a.jsonl")
+    rows = [json.loads(line) for line in Path(a).read_text().splitlines()]
+    for name, lost, code in (("b.csv", range(7, 80, 7), 0), ("c.csv", range(60, 81), 1)):
+        lines = [f"{row['step']},{'' if row['step'] in lost else row['loss']},{row['grad_norm']}" for row in rows]
+        (tmp_path / name).write_text("\n".join(["step,loss,grad_norm", *lines]), encoding="utf-8")
+        assert diff(a, tmp_path / name) == code
+        told = capsys.readouterr().out
+        assert ("loss has no number at 11 steps, but later ones; not compared there" in told) == (not code)
+        assert ("not finite from step 60 on, to the end" in told) == bool(code)
+
+
 def test_seeds_of_two_sides_make_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c, d = (write(tmp_path, f"{seed}.jsonl", seed=seed / 10) for seed in range(4))
     assert diff("--side", a, b, "--side", c, d) == 0

@@ -45,8 +45,8 @@ def test_a_factor_of_the_learning_rate(factor: float) -> None:
 def test_a_lag_of_the_schedule_is_told_with_its_side_and_steps(lag: int) -> None:
     late = np.concatenate([np.zeros(lag), COSINE[:-lag]])
     assert lr_names(late) == ["learning rate: lag"]
-    assert f"of side B is the other's {lag} steps later" in lr_text(late)
-    assert f"of side A is the other's {lag} steps later" in lr_text(COSINE, late)
+    assert f"of side B is the other's {lag} step{'s' * (lag > 1)} later" in lr_text(late)
+    assert f"of side A is the other's {lag} step{'s' * (lag > 1)} later" in lr_text(COSINE, late)
 
 
 @pytest.mark.parametrize("pace", [2, 4, 8])
