@@ -30,7 +30,7 @@ BLOCKS = 20  # of a run, whose means are compared
 LEAST = 1e-6  # relative, of a learning rate to the largest; below it is rounding in float32
 SAMPLED = 100  # values whose digits are counted
 SMALLEST = 1e-4  # size of a metric of order one; below it may be what cancelled sums leave, of which sides are unlike
-ALIKE = 0.9  # cosine of two sides' curves, above which what is smaller is a number all the same
+ALIKE, SIGNED_ALIKE = 0.9, 0.99  # cosine of two sides' curves, above which what is smaller is a number all the same
 FEWEST = 5  # positions that show it
 QUIET = 0.25  # of the noise of two curves, below which that of their ratio says that it is the same noise
 FLOAT32 = 2.0**-23  # relative rounding; of sums of order one that cancel, it is left
@@ -50,7 +50,8 @@ class Judged:
     ``outside`` [T] says where they part; ``spans`` [T] the number of positions whose mean shows it, 1 for the position
     alone, 0 inside; ``shown`` and ``bound`` [T] the difference of that mean, and what is allowed of it. A value that is
     not finite on one side only is outside. ``untold``: why the metric cannot be said to agree where nothing is outside;
-    empty if it can. ``wide``: whether that is because too much is allowed.
+    empty if it can. ``wide``: whether that is because too much is allowed of a metric that is positive everywhere; one
+    that changes its sign may be noise about 0, as a policy loss is.
     """
 
     difference: Floats
@@ -98,16 +99,21 @@ def within_threshold(
 
 
 def _cancelled(a: Floats, b: Floats) -> str:
-    """Say that a metric may be what cancelled sums leave, if its values [T] are small and the sides' are unlike."""
+    """Say that a metric may be what cancelled sums leave, if its values [T] are small and the sides' are unlike.
+
+    Curves that are smooth and keep their sign are none.
+    """
     finite = np.isfinite(a) & np.isfinite(b)
     x, y = a[finite], b[finite]
     size = _size(_known(a, b))
     lengths = float(np.linalg.norm(x)) * float(np.linalg.norm(y))
-    alike = lengths > 0 and len(x) >= FEWEST and float(x @ y) > ALIKE * lengths
-    if not 0 < size < SMALLEST or alike or (x == y).all():
+    one_sign = (np.minimum(x, y) > 0).all() or (np.maximum(x, y) < 0).all()
+    alike = lengths > 0 and len(x) >= FEWEST and float(x @ y) > (ALIKE if one_sign else SIGNED_ALIKE) * lengths
+    smooth = one_sign and len(x) >= FEWEST and all(_noise(one) < QUIET * abs(one.mean()) for one in (x, y))
+    if not 0 < size < SMALLEST or alike or smooth or (x == y).all():
         return ""
     return (
-        f"its values are of size {size:.1e}, and those of the sides have nothing to do with each other:"
+        f"its values are of size {size:.1e}, and those of the sides are unlike:"
         " too small to be told from the rounding of sums that cancel"
     )
 
@@ -230,9 +236,9 @@ def within_spread(
                 difference[finite], allowed[finite] = gap, band
     outside = (found > 0) | broken
     wide = WIDE < narrowest < math.inf
-    if wide:
+    if wide and not untold:
         width = f"±{narrowest:.0%} are" if narrowest < HUGE else f"more than ±{HUGE:.0%} are"
-        untold = f"the runs of a side differ so much that {width} allowed"
+        untold = f"the runs of a side differ so much that {width} allowed; give more runs"
     return Judged(
         difference=difference,
         allowed=allowed,
@@ -241,7 +247,7 @@ def within_spread(
         shown=shown,
         bound=bound,
         untold=untold,
-        wide=wide,
+        wide=wide and logarithmic,
     )
 
 

@@ -140,6 +140,8 @@ def test_a_small_metric_of_both_sides_is_told_apart_from_rounding(size: float) -
     assert found.difference == pytest.approx(1.0)
     assert not found.untold
     assert not within_threshold(a, 1.04 * a, 0.05, any_size=False).outside.any()
+    falling, rising = size * np.exp(np.linspace(3, 0, 40)), size * np.exp(np.linspace(0, 3, 40))
+    assert within_threshold(falling, rising, 0.05, any_size=False).outside.any()
     seeds = a * np.exp(0.02 * np.random.default_rng(0).normal(size=(4, 40)))
     assert within_spread(seeds[:2], 2 * seeds[2:], metrics=1, any_size=False).outside.all()
 
@@ -168,6 +170,22 @@ def test_a_band_that_hides_a_factor_is_untold() -> None:
     found = within_spread(seeds[:2], seeds[2:4], metrics=1, any_size=False)
     assert found.wide
     assert found.untold.startswith("the runs of a side differ so much that more than ±1000% are allowed")
+
+
+def test_seeds_of_a_policy_loss_about_0_hide_a_difference_and_are_no_obstacle() -> None:
+    seeds = 0.01 * np.random.default_rng(0).normal(size=(4, 60))
+    found = within_spread(seeds[:2], seeds[2:], metrics=1, any_size=False)
+    assert found.untold
+    assert not found.wide
+
+
+def test_rounding_that_sides_share_in_part_is_still_rounding() -> None:
+    """Of the same batches, whose sums cancel to nearly the same."""
+    shared, own = np.random.default_rng(0).normal(size=(2, 60))
+    found = within_threshold(1e-6 * shared, 1e-6 * (shared + 0.3 * own), 0.05, any_size=False)
+    assert found.untold
+    assert not found.outside.any()
+    assert within_threshold(1e-6 * shared, 1.3e-6 * shared, 0.05, any_size=False).outside.any()
 
 
 def ratios(a: np.ndarray, b: np.ndarray) -> list[bool]:
