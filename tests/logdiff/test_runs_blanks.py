@@ -62,7 +62,7 @@ def test_null_is_nan_where_a_metric_is_due_and_all_else_is_there(
     assert nan_of(run, name) == expected
     table = "step,lr,grad_norm," + name + "\n"
     table += "".join(f"{step},1e-3,0.5,{'' if x is None else x}\n" for step, x in enumerate(values, 1))
-    to_end = [step for step in expected if not any(values[step - 1 :])]
+    to_end = [step for step in expected if not any(values[int(step) - 1 :])]
     told = opened(tmp_path, table)
     assert nan_of(told, name) == to_end
     assert any("but later ones; not compared there" in note for note in told.notes) == (to_end != expected)
