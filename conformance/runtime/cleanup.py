@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import gc
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -66,6 +67,8 @@ _TICK_S = 0.01
 # Importing these takes a second, so they are only imported if the task has used DTensor; else no cache exists.
 _DTENSOR, _CACHES = "torch.distributed.tensor", "torch.distributed.tensor.debug"
 _SHAPES = "_propagate_tensor_meta_non_cached"  # a method of DTensor's ShardingPropagator
+MOST_SHAPES = 10_000  # that a process keeps
+_PLAIN = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
 def freeze() -> None:
@@ -87,29 +90,38 @@ def keep_shapes() -> None:
     if (compute := getattr(propagator, _SHAPES, None)) is None or hasattr(compute, "__wrapped__"):
         return  # another torch, or it is done already
     known: dict[Any, Any] = {}
-    modes: list[FakeTensorMode] = []  # made in a rank: making one asks for devices
+    own = threading.local()  # a mode serves one thread; made in a rank, because making one asks for devices
 
     def shapes(self: Any, schema: Any) -> Any:
         if detect_fake_mode() is not None:  # torch.compile has a mode, in which sizes may be symbols
             return compute(self, schema)
-        key = schema.op, torch.get_default_dtype(), _shape_key(schema.args_schema), _shape_key(schema.kwargs_schema)
-        if key not in known:
-            modes[:] = modes or [FakeTensorMode()]
-            with modes[0]:
-                known[key] = compute(self, schema)
-        return known[key]
+        try:
+            key = schema.op, torch.get_default_dtype(), _shape_key(schema.args_schema), _shape_key(schema.kwargs_schema)
+        except TypeError:
+            return compute(self, schema)
+        if (shape := known.get(key, known)) is known:
+            own.mode = getattr(own, "mode", None) or FakeTensorMode()
+            with own.mode:
+                shape = compute(self, schema)
+            if len(known) >= MOST_SHAPES:  # a factor that changes at each step is another argument each time
+                known.clear()
+            known[key] = shape
+        return shape
 
     setattr(propagator, _SHAPES, wraps(compute)(shapes))
 
 
 def _shape_key(argument: Any) -> Any:
-    """Returns what the shape and dtype of a result depend on, of an argument of an operator on DTensors."""
+    """Returns what the shape and dtype of a result depend on, of an argument of an operator on DTensors. Raises
+    TypeError for an argument of another kind, such as a random generator, which is not to be kept."""
     if hasattr(argument, "tensor_meta"):
         return argument.tensor_meta
     if isinstance(argument, dict):
         return tuple((name, _shape_key(value)) for name, value in sorted(argument.items()))
     if isinstance(argument, (list, tuple)):
         return tuple(map(_shape_key, argument))
+    if not isinstance(argument, _PLAIN):
+        raise TypeError(f"{type(argument)} is not kept")
     return type(argument), argument  # 1, 1.0 and True are equal
 
 

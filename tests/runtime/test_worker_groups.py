@@ -178,6 +178,12 @@ def test_dtensor_computes_each_shape_once_in_a_rank_for_meshes_of_all_tasks(run:
     assert computed[0] < computed[1] < computed[2] == computed[3] == computed[4] == computed[5]
 
 
+def test_shapes_of_dtensors_are_right_in_threads_and_kept_for_so_many_operators(run: Runner) -> None:
+    (rank,) = results(run("dtensor_threads", key="threads", size=1))
+    assert rank["right"]
+    assert rank["kept"] <= 100
+
+
 def test_a_leak_retires_the_worker_group_after_its_task(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
     before = run.pids()
     with caplog.at_level(logging.INFO):

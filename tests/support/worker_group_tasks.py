@@ -1,5 +1,6 @@
 """Defines tasks that run in ranks: successful ones, and one for each kind of failure."""
 
+import inspect
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,31 @@ def dtensor_power(context: RankContext, *, exponent: float, dtype: str) -> dict[
     result: Any = distribute_tensor(whole, init_device_mesh("cpu", (context.world_size,)), [Shard(0)]) ** exponent
     found, plain = ([str(power.dtype), *power.shape] for power in (result._spec.tensor_meta, whole**exponent))
     return {"equal": found == plain, "computed": len(_computed)}
+
+
+def dtensor_threads(context: RankContext) -> dict[str, Any]:
+    """Multiply DTensors by ever other numbers in four threads; returns whether all were right, and the kept shapes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    cleanup.MOST_SHAPES = 100
+    cleanup.keep_shapes()
+    mesh = init_device_mesh("cpu", (1,))
+
+    def multiply(thread: int) -> bool:
+        right = []
+        for size in range(1, 100):
+            sharded: Any = distribute_tensor(torch.ones(size, thread + 1), mesh, [Shard(0)], src_data_rank=None)
+            result = sharded * (size + thread / 7)
+            right.append(torch.equal(result.to_local(), torch.full((size, thread + 1), size + thread / 7)))
+        return all(right)
+
+    with ThreadPoolExecutor(4) as threads:
+        right = all(threads.map(multiply, range(4)))
+    propagator: Any = ShardingPropagator
+    known = inspect.getclosurevars(propagator._propagate_tensor_meta_non_cached).nonlocals["known"]
+    return {"right": right, "kept": len(known)}
 
 
 def leak_files(context: RankContext) -> None:
