@@ -18,6 +18,7 @@ FINDINGS = Path(__file__).parents[2] / "docs" / "findings"
 HELPERS = {"flash_attn_stand_in.py", "megatron_on_cpu.py"}  # what several scripts import
 # Scripts that need a GPU, each with the package that it needs as well.
 ON_GPUS = {
+    "deepspeed_bf16_clip.py": "",
     "inductor_ranks_choose.py": "",
     "megatron_remainder_checkpoints.py": "transformer-engine",
     "transformer_engine_tf32.py": "transformer-engine",
