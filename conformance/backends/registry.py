@@ -14,11 +14,8 @@ The environment needs this version of backend-parity (``pip install --no-deps``)
 """
 
 import contextlib
-import hashlib
-import json
+import logging
 import os
-import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -51,18 +48,19 @@ from conformance.backends.query_process import (
     serve_queries,
 )
 from conformance.core.errors import UsageError, one_line
-from conformance.core.packages import package_version
+from conformance.core.packages import SUITE, TooManyFiles, code_digest, package_version
 from conformance.runtime.failure import StartError
 from conformance.spec.conventions import Convention, Conventions, in_cell
 from conformance.spec.known_defects import ExpectedDifference, Known
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
+logger = logging.getLogger(__name__)
 LIMIT_S = 300.0  # seconds for an answer; for the first one, seconds in which the imports neither compute nor read
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
 CODE = "code of "  # begins the name of a digest of code, among those of files
 MOST_PROCESSES = 8  # of adapters, the last ones that were asked; each keeps some 50 MB
-_SUITE = ("conformance", "impl", "parity", "reports")  # packages; another checkout may be on the path as well
+UNKNOWN = "unknown: "  # begins what stands for the digest of code that has too many files
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
 
 
@@ -130,28 +128,15 @@ class Adapter(Protocol):
 
 
 def code_of(adapter: type[Backend]) -> str:
-    """Returns a digest of the Python files of an adapter: of the packages of its classes, or of a module without a
-    package and the modules beside it that are imported. Empty for one of this suite, whose commit a run records.
-    """
-    files: set[Path] = set()
-    for one in adapter.__mro__:
-        top = sys.modules[one.__module__.partition(".")[0]]
-        if top.__name__ in _SUITE:
-            continue
-        if (file := getattr(top, "__file__", None)) is None or (one is not adapter and _is_installed(Path(file))):
-            continue
-        if hasattr(top, "__path__"):
-            files |= {path for folder in top.__path__ for path in Path(folder).rglob("*.py")}
-        else:
-            loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-            files |= {Path(path) for path in loaded if path and Path(path).parent == Path(file).parent}
-    own = sorted(path for path in files if path.is_file())
-    digests = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in own]
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if digests else ""
-
-
-def _is_installed(file: Path) -> bool:
-    return any(file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+    """Returns ``code_digest`` of an adapter, or UNKNOWN with the reason if it has too many files. Empty for one of this
+    suite, whose commit a run records."""
+    own = adapter.__module__.partition(".")[0]
+    if own in SUITE:
+        return ""
+    try:
+        return code_digest(own)
+    except TooManyFiles as error:
+        return f"{UNKNOWN}{error}"
 
 
 def codes(entries: Iterable[BackendEntry]) -> dict[str, str]:
@@ -166,6 +151,9 @@ def codes(entries: Iterable[BackendEntry]) -> dict[str, str]:
         with contextlib.suppress(UsageError, MissingExtra, BrokenBackend, AskFailed):
             if code := adapter_of(entry).traits.code:
                 found[CODE + entry.name] = code
+            if code.startswith(UNKNOWN):
+                why = code.removeprefix(UNKNOWN)
+                logger.warning("the code of %s has no digest, so --resume will refuse this run: %s", entry.name, why)
     return found
 
 

@@ -22,9 +22,13 @@ parity.commands: each is a Command object, whose entry point has the name of the
 import argparse
 import contextlib
 import functools
+import hashlib
+import json
+import os
 import re
 import runpy
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -38,6 +42,11 @@ from typing import Any, Protocol
 
 from conformance.core.errors import UsageError, did_you_mean, one_line
 from conformance.core.io import Unwritable
+
+SUITE = ("conformance", "impl", "parity", "reports")  # top packages; another checkout may be on the path as well
+MOST_FILES, MOST_BYTES = 10_000, 128 << 20  # with folders; what takes a second to read
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+_TOO_MANY = f"more than {MOST_FILES} Python files and folders, or {MOST_BYTES >> 20} MiB of them, below {{}}"
 
 
 def entry_points_of(group: str) -> EntryPoints:
@@ -218,6 +227,79 @@ def _take_out(*, foreign: bool) -> dict[str, ModuleType]:
     ]
     taken = [name for name in sys.modules if name.partition(".")[0] in packages]
     return {name: sys.modules.pop(name) for name in taken}
+
+
+class TooManyFiles(Exception):
+    """Reports a folder with more Python code than is read for a digest; the message names it."""
+
+
+def code_digest(own: str) -> str:
+    """Returns a digest of the Python files that the top module or package ``own`` may run, imported or not.
+
+    These are all files below its folder but those that ``_python_files`` leaves out, or only its own if it is
+    installed; and those of top packages and modules elsewhere that are imported now and not installed. Not covered are
+    other modules on the path, installed packages, and files that are not Python's, such as compiled extensions. Raises
+    TooManyFiles.
+    """
+    files: dict[Path, str] = {}  # by path: the name that it has wherever the code lies
+    for name in (own, *sorted({one for one in [*sys.modules] if "." not in one} - {own, "__main__", *SUITE})):
+        for place in _places(sys.modules[name]):
+            installed = _is_installed_in(place.parent)
+            if place in files or (installed and name != own):
+                continue
+            start = place.parent if name == own and not installed else place
+            for path in _python_files(start):
+                files.setdefault(path, str(path.relative_to(start.parent if start is place else start)))
+            if len(files) > MOST_FILES:
+                raise TooManyFiles(_TOO_MANY.format(start))
+    digests = sorted((name, hashlib.sha256(_read(path)).hexdigest()) for path, name in files.items())
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if digests else ""
+
+
+def _read(path: Path) -> bytes:
+    with contextlib.suppress(OSError):  # nobody who may not read it can import it
+        return path.read_bytes()
+    return b""
+
+
+def _places(module: ModuleType) -> list[Path]:
+    """Returns the folders of a package, or the file of a module; none if it is not from files."""
+    file = getattr(module, "__file__", None)
+    return [Path(one).absolute() for one in (getattr(module, "__path__", ()) or (file,) * bool(file))]
+
+
+def _is_installed_in(folder: Path) -> bool:
+    return (
+        folder.is_relative_to(sysconfig.get_path("stdlib"))
+        or not _INSTALLED.isdisjoint(folder.parts)
+        or next(folder.glob("*.dist-info"), None) is not None  # of pip install --target
+    )
+
+
+def _python_files(place: Path) -> Iterator[Path]:
+    """Yields the Python files below a folder, or the file ``place``, in no order. Raises TooManyFiles.
+
+    It follows no links to folders, and leaves out hidden folders, environments, installed packages, output folders and
+    checkouts of this suite; of a checkout that ``place`` is only the packages of the suite.
+    """
+    if place.is_file():
+        yield place
+    read = size = 0
+    for name, folders, files in os.walk(place):
+        folder = Path(name)
+        is_suite = "conformance" in folders and (folder / "conformance" / "backends" / "registry.py").is_file()
+        is_output = {"cells", "inputs"} <= {*folders}
+        is_environment = "pyvenv.cfg" in files or any(one.endswith(".dist-info") for one in folders)
+        if folder != place and (is_suite or is_output or is_environment):
+            folders.clear()
+            continue
+        left_out = {*_INSTALLED, "__pycache__", *(SUITE if is_suite else ())}
+        folders[:] = [one for one in folders if one not in left_out and not one.startswith(".")]
+        found = [path for one in files if one.endswith(".py") and (path := folder / one).is_file()]
+        read, size = read + 1 + len(found), size + sum(path.stat().st_size for path in found)
+        if read > MOST_FILES or size > MOST_BYTES:
+            raise TooManyFiles(_TOO_MANY.format(place))
+        yield from found
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 It continues only with the versions and hardware that it began with (``environment``). A cell that runs again keeps its
 earlier state in its verdict (``Entry.before``), so that a failure that does not recur is still reported. After the code
 of a user's backend changed, no verdict of its cells counts: a folder never holds verdicts about two versions of a
-backend, and is incomplete until the new one has run all cells.
+backend, and is incomplete until the new one has run all cells. What counts as its code: conformance.core.packages,
+``code_digest``. A change elsewhere, such as of an installed package of the same version or of a compiled extension, is
+not seen; only a new run shows it.
 """
 
 import logging
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 
 import conformance
-from conformance.backends.registry import CODE
+from conformance.backends.registry import CODE, UNKNOWN
 from conformance.core.errors import UsageError, first_few
 from conformance.core.io import LOCK
 from conformance.core.packages import is_installed, package_version
@@ -126,7 +128,7 @@ def _changed_code(earlier: Part, plan: Plan, *, selection: str, inputs: Mapping[
     """Returns the backends, by ``CODE`` and their names, whose code has changed since the ``earlier`` run. The code of
     a backend that could not be imported in one of the runs is not compared.
 
-    Raises UsageError if models, data, profiles or scenarios have changed."""
+    Raises UsageError if models, data, profiles or scenarios have changed, or if there is too much code to compare."""
     advice = "its verdicts are not about what is there now; restore what it read, or give a new --out for all cells"
     before = earlier.run.inputs
     if not before:
@@ -139,6 +141,11 @@ def _changed_code(earlier: Part, plan: Plan, *, selection: str, inputs: Mapping[
     if earlier.run.selected != plan.digest:
         files = " or ".join(word for word in selection.split() if word.endswith(".toml")) or "a profile or scenario"
         raise UsageError(f"{files} changed since the run in {earlier.name}, which had other cells: {advice}")
+    for name in (name for name in inputs if name.startswith(CODE) and inputs[name].startswith(UNKNOWN)):
+        raise UsageError(
+            f"the {name} cannot be compared with that of the run in {earlier.name}: "
+            f"{inputs[name].removeprefix(UNKNOWN)}; put the adapter into a smaller folder, and give a new --out"
+        )
     return {name for name in names if name in before and name in inputs}
 
 

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from conformance.backends.protocol import Support
 from conformance.backends.registry import code_of
 from conformance.cli import main as cli
 from conformance.cli import run as cli_run
-from conformance.core import io
+from conformance.core import io, packages
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.io import is_unused, locked, owned
@@ -278,10 +280,13 @@ def run_own(
     """Runs a backend of the user's own that fails in the layouts ``wrong``; returns the exit code and what was said."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(*options: str, code: str = OWN, wrong: str = "dp1", own: bool = True) -> tuple[int, str]:
+    def run(
+        *options: str, code: str = OWN, wrong: str = "dp1", own: bool = True, beside: str = "own_numbers.py"
+    ) -> tuple[int, str]:
         monkeypatch.setattr(registry, "_there", {})
         (tmp_path / "own_backend.py").write_text(code)
-        (tmp_path / "own_numbers.py").write_text(f"WRONG = {wrong!r}\n")  # a module beside it
+        (tmp_path / beside).parent.mkdir(exist_ok=True)
+        (tmp_path / beside).write_text(f"WRONG = {wrong!r}\n")
         backend = ["--backend", "own_backend:Own", *chosen[2:]] if own else []
         return cli.main(["run", *backend, *options]), capsys.readouterr().err
 
@@ -306,11 +311,13 @@ def test_a_rerun_of_mended_code_goes_on_where_it_was_stopped(run_own: Runs, tmp_
     assert said.endswith(f"--resume {out} --rerun failed --cells '*/dp1/*'\n")
 
 
+@pytest.mark.parametrize("beside", ["own_numbers.py", "own_numbers/__init__.py"], ids=["module", "package"])
 def test_after_a_mend_no_verdict_of_the_code_before_counts(
-    run_own: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    beside: str, run_own: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Failed cells run first, with the new code; the run is incomplete until it has run the other ones, too."""
-    run, out = run_own, tmp_path / "out"
+    """Failed cells run first, with the new code; the run is incomplete until it has run the other ones, too. The change
+    is in a module beside the adapter, or in a package, as of a trainer to which the adapter is thin."""
+    run, out = partial(run_own, beside=beside), tmp_path / "out"
     first, second = FIRST.replace("flaky", "own"), SECOND.replace("flaky", "own")
     assert run("--out", str(out))[0] == 3
     assert states(out) == {first: "infrastructure", second: "conforms"}
@@ -329,12 +336,109 @@ def test_after_a_mend_no_verdict_of_the_code_before_counts(
     assert (status, "running 2 cells" in said) == (0, True), said
 
 
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Callable[[], str]]]:
+    """A folder with an adapter in a package without __init__.py, and what digests its code, which nobody imported."""
+    modules = {*sys.modules}
+    for name, text in {
+        "mine/adapters/own.py": "class Own: pass",
+        "mine/adapters/lazy.py": "",
+        "mine/trainer/core/step.py": "",
+        "elsewhere/shared/__init__.py": "",
+        "elsewhere/other.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for folder in ("elsewhere", "mine"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    yield tmp_path, lambda: code_of(import_module("adapters.own").Own)
+    for name in {*sys.modules} - modules:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("changed", ["adapters/own.py", "adapters/lazy.py", "trainer/core/step.py", "new.py"])
+def test_code_of_a_backend_is_what_lies_beside_it_imported_or_not(
+    changed: str, project: tuple[Path, Callable[[], str]]
+) -> None:
+    folder, digest = project
+    before = digest()
+    import_module("adapters.lazy")
+    assert digest() == before
+    (folder / "mine" / changed).write_text("# changed")
+    assert digest() != before
+    moved = digest()
+    (folder / "mine" / changed).rename(folder / "mine" / "trainer" / "moved.py")
+    assert digest() != moved
+
+
+def test_code_of_a_backend_has_the_packages_elsewhere_that_it_imports(project: tuple[Path, Callable[[], str]]) -> None:
+    folder, digest = project
+    import_module("shared")
+    before = digest()
+    (folder / "elsewhere" / "other.py").write_text("# which nobody imports")
+    assert digest() == before
+    (folder / "elsewhere" / "shared" / "lazy.py").write_text("# which is imported later")
+    assert digest() != before
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".hidden/a.py",
+        "venv/lib/a.py",
+        "deps/site-packages/a.py",
+        "target/a.py",
+        "out/inputs/llama/a.py",
+        "suite/tests/a.py",
+        "impl/a.py",
+        "notes.txt",
+    ],
+)
+def test_what_is_no_code_of_a_backend(path: str, project: tuple[Path, Callable[[], str]]) -> None:
+    """Environments, results and checkouts of the suite, in one of which the adapter may lie, too."""
+    folder, digest = project
+    mine = folder / "mine"
+    for name in ("venv/pyvenv.cfg", "suite/conformance/backends/registry.py", "conformance/backends/registry.py"):
+        (mine / name).parent.mkdir(parents=True)
+        (mine / name).touch()
+    for name in ("out/cells", "target/more-1.0.dist-info"):
+        (mine / name).mkdir(parents=True)
+    before = digest()
+    (mine / path).parent.mkdir(parents=True, exist_ok=True)
+    (mine / path).write_text("# changed")
+    assert digest() == before
+
+
 def test_another_checkout_of_the_suite_is_no_code_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where one is installed and another one is on the path, in which somebody works."""
     before = code_of(Flaky)
     (tmp_path / "more.py").write_text("MORE = 1\n")
     monkeypatch.setattr(impl, "__path__", [*impl.__path__, str(tmp_path)])
     assert code_of(Flaky) == before
+
+
+def test_a_run_of_too_much_code_says_that_it_cannot_be_resumed(
+    run_own: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, told = tmp_path / "out", f"or 128 MiB of them, below {tmp_path}"
+    with (tmp_path / "large.py").open("wb") as file:
+        file.truncate(packages.MOST_BYTES + 1)
+    assert run_own("--out", str(out))[0] == 3
+    assert "the code of own has no digest, so --resume will refuse this run: " in caplog.text
+    assert told in caplog.text
+    status, said = run_own("--resume", str(out))
+    assert (status, told in said, "give a new --out" in said) == (2, True, True), said
+
+
+def test_too_many_folders_have_no_digest(
+    project: tuple[Path, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, digest = project
+    monkeypatch.setattr(packages, "MOST_FILES", 1000)  # of which there are fewer files
+    assert not digest().startswith(registry.UNKNOWN)
+    for i in range(1000):
+        (folder / "mine" / str(i)).mkdir()
+    assert digest().startswith(registry.UNKNOWN)
 
 
 def test_a_run_that_does_not_say_what_it_read_is_not_continued(
