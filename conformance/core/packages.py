@@ -264,8 +264,8 @@ def _read(path: Path) -> bytes:
 
 def _places(module: ModuleType) -> list[Path]:
     """Returns the folders of a package, or the file of a module; none if it is not from files."""
-    file = getattr(module, "__file__", None)
-    return [Path(one).absolute() for one in (getattr(module, "__path__", ()) or (file,) * bool(file))]
+    file: str | None = getattr(module, "__file__", None)
+    return [Path(one).absolute() for one in getattr(module, "__path__", ()) or ([file] if file else [])]
 
 
 def _is_installed_in(folder: Path) -> bool:
@@ -288,7 +288,7 @@ def _python_files(place: Path) -> Iterator[Path]:
     for name, folders, files in os.walk(place):
         folder = Path(name)
         is_suite = "conformance" in folders and (folder / "conformance" / "backends" / "registry.py").is_file()
-        is_output = {"cells", "inputs"} <= {*folders}
+        is_output = {"cells", "inputs"} <= {*folders} and "summary.json" in files
         is_environment = "pyvenv.cfg" in files or any(one.endswith(".dist-info") for one in folders)
         if folder != place and (is_suite or is_output or is_environment):
             folders.clear()

@@ -398,7 +398,12 @@ def test_what_is_no_code_of_a_backend(path: str, project: tuple[Path, Callable[[
     """Environments, results and checkouts of the suite, in one of which the adapter may lie, too."""
     folder, digest = project
     mine = folder / "mine"
-    for name in ("venv/pyvenv.cfg", "suite/conformance/backends/registry.py", "conformance/backends/registry.py"):
+    for name in (
+        "venv/pyvenv.cfg",
+        "out/summary.json",
+        "suite/conformance/backends/registry.py",
+        "conformance/backends/registry.py",
+    ):
         (mine / name).parent.mkdir(parents=True)
         (mine / name).touch()
     for name in ("out/cells", "target/more-1.0.dist-info"):
