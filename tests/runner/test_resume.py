@@ -381,6 +381,23 @@ def test_code_of_a_backend_has_the_packages_elsewhere_that_it_imports(project: t
     assert digest() != before
 
 
+def test_code_of_an_installed_backend_is_its_package(
+    project: tuple[Path, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = project[0] / "site-packages"
+    for name in ("installed_adapter", "its_library"):
+        (installed / name).mkdir(parents=True)
+        (installed / name / "__init__.py").write_text("class Own: pass")
+    monkeypatch.syspath_prepend(installed)
+    import_module("its_library")
+    own = import_module("installed_adapter").Own
+    before = code_of(own)
+    (installed / "its_library" / "__init__.py").write_text("# whose version a run may record")
+    assert code_of(own) == before
+    (installed / "installed_adapter" / "lazy.py").touch()
+    assert code_of(own) != before
+
+
 @pytest.mark.parametrize(
     "path",
     [
