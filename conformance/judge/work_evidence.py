@@ -60,7 +60,11 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
     if "te" in layout.options and layout.float8:
         kept = Fraction(layers - 2 * ("fp8ends" in layout.options), layers)
         options: dict[str, Any] = {"frozen": linear.frozen, "stages": layout.pp}
-        yield from _te_casts(layout.float8, step.ranks, kept=kept, micro_batches=scenario.accumulation, **options)
+        # A micro-batch without targets on all ranks has gradients of zeros, which leave histories as they are.
+        of_micro_batches = zip(*step.rows, strict=True)
+        passed = sum(any(row[2] for rows in ranks for row in rows) for ranks in of_micro_batches)
+        updates = {"forward": scenario.accumulation, "backward": passed}
+        yield from _te_casts(layout.float8, step.ranks, kept=kept, updates=updates, **options)
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
@@ -99,14 +103,14 @@ def _te_casts(
     *,
     kept: Fraction,
     frozen: bool,
-    micro_batches: int,
+    updates: Mapping[str, int],
     stages: int = 1,
 ) -> Claims:
     """Yields the claims about the operands that TransformerEngine has cast on each rank, which no rounding hides.
 
     kept: the share of layers that multiply in float8. frozen: whether some weights have no gradients, and so no product
-    for them. An input is an operand forward and for the gradient of the weight, a weight forward and for that of the
-    input.
+    for them. updates: those of histories that are due, by direction. An input is an operand forward and for the
+    gradient of the weight, a weight forward and for that of the input.
     """
     due, of_ranks = CASTS[recipe], [rank.get("float8_casts", ()) for rank in ranks]
     observed = [{(operand, *cast[:2]) for operand, *cast in casts} for casts in of_ranks]
@@ -127,7 +131,7 @@ def _te_casts(
     other = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[5])
     yield "backward products multiply by the numbers of forward ones", other == 0, f"observed {other} other operands"
     if recipe == "fp8delayed":
-        yield from _delayed_scales(ranks, stages, micro_batches)
+        yield from _delayed_scales(ranks, stages, updates)
     else:
         by_power = recipe == "fp8block"
         powers = [{one: _of_powers(casts, one) for one in OPERANDS} for casts in of_ranks]
@@ -141,7 +145,7 @@ def _te_casts(
     yield f"scales are those {whose}", own == 0, f"observed {own} operands with other scales{where}"
 
 
-def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int, micro_batches: int) -> Claims:
+def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int, updates: Mapping[str, int]) -> Claims:
     """Yields the claims about the histories of delayed scaling, from which each scale follows.
 
     Each of the pipeline's stages has its own layers, and so its own scales, by which its ranks are known.
@@ -154,11 +158,9 @@ def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int, micro_batch
     ratios = [number(ratio) for rank in ranks for ratio in rank.get("float8_scale_ratios") or (math.nan,)]
     where = f"observed {min(ratios):.4g} to {max(ratios):.4g} of what histories prescribe"
     yield "scales follow from the histories", all(abs(ratio - 1) <= SCALE_ERROR for ratio in ratios), where
-    counts = [[rank.get("float8_updates", {}).get(name, 0) for name in ("forward", "backward")] for rank in ranks]
-    # A micro-batch without targets has gradients of zeros, which leave histories as they are.
-    holds = all(forward == micro_batches >= backward > 0 for forward, backward in counts)
-    where = f"requested {micro_batches} forward and at most as many backward, observed {counts} by rank"
-    yield "histories are updated once a micro-batch", holds, where
+    counts = [{name: rank.get("float8_updates", {}).get(name, 0) for name in updates} for rank in ranks]
+    holds = all(count == updates for count in counts)
+    yield "histories are updated once a micro-batch", holds, f"requested {updates}, observed {counts} by rank"
     amaxes = [[rank.get("float8_amaxes", ()) for rank in of_stage] for of_stage in alike.values()]
     operands = [one for of_stage in amaxes for one in zip(*of_stage, strict=False)]  # what each rank has, and all have
     pairs = [[*zip(*of_ranks, strict=True)] for of_ranks in operands]

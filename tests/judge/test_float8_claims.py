@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from evidence_ranks import LINEAR
 
 from conformance.judge.measurements import _float8_state
-from conformance.judge.work_evidence import CASTS
+from conformance.judge.step_evidence import Step
+from conformance.judge.work_evidence import CASTS, work_claims
 from conformance.judge.work_evidence import _te_casts as te_claims
-from conformance.spec.layout import Float8Recipe
+from conformance.spec.layout import Float8Recipe, Layout
+from conformance.spec.scenario import parse_scenario
 from impl.megatron.refusals import RECIPES
 
 
@@ -45,7 +48,7 @@ def with_zeros(recipe: str) -> Any:
 
 
 # Of a rank with four products forward, and histories of two operands in which another rank had the larger second one.
-UPDATES = {"forward": 3, "backward": 2}  # of three micro-batches, of which one has no targets
+UPDATES = {"forward": 3, "backward": 2}  # of three micro-batches, of which one has no targets on any rank
 ONE = {
     "float8_scales": "same",
     "float8_scale_ratios": [1.0, 1.0],
@@ -92,7 +95,7 @@ OTHER = ONE | {"float8_amaxes": [[2.0, 3.0], [2.0, 2.0]]}
         ),
         *(
             ("fp8delayed", {"float8_updates": UPDATES | changes}, {"histories are updated once a micro-batch"})
-            for changes in ({"forward": 6}, {"forward": 2}, {"backward": 6}, {"backward": 0})
+            for changes in ({"forward": 6}, {"forward": 2}, *({"backward": count} for count in (0, 1, 3, 6)))
         ),
         # Gradients of weights, or of inputs, are multiplied in high precision
         ("fp8tensor", {"float8_casts": casts("fp8tensor", counts={"input": 4, "gradient": 4})}, {"products for grad"}),
@@ -119,7 +122,7 @@ def broken(
     frozen: bool = False,
     stages: int = 1,
 ) -> set[str]:
-    claims = te_claims(recipe, ranks, kept=kept, frozen=frozen, stages=stages, micro_batches=3)
+    claims = te_claims(recipe, ranks, kept=kept, frozen=frozen, stages=stages, updates=UPDATES)
     return {claim for claim, holds, _ in claims if not holds}
 
 
@@ -147,6 +150,36 @@ def test_each_rank_multiplies_in_float8_itself(recipe: Float8Recipe) -> None:
     assert broken(recipe, [one | {"te": 12}])
     part = casts(recipe, counts={"input": 4, "gradient": 4})
     assert not broken(recipe, [one | {"float8_casts": part}], frozen=True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "due"),
+    [
+        ([[5, 5, 5], [5, 5, 5]], 3),
+        ([[5, 5, 5], [5, 0, 0]], 3),  # other ranks' gradients count
+        ([[5, 0, 5], [0, 0, 5]], 2),
+        ([[0, 0, 5], [0, 0, 0]], 1),
+    ],
+)
+def test_gradients_of_each_micro_batch_with_targets_update_histories(targets: list[list[int]], due: int) -> None:
+    """As a library that updates them once a step, of the largest gradients of all micro-batches, does not."""
+    own: Any = {"optimizer": {"name": "sgd", "lr": 0.1}, "accumulation": 3}
+    scenario = parse_scenario({"name": "x", "model": "m", "precision": "fp32"} | own)
+    rows = [
+        [[[3 * rank + place, 9, 0], [9, 9, count]] for place, count in enumerate(of)] for rank, of in enumerate(targets)
+    ]
+    kept = []
+    for backward in range(5):
+        ranks = [
+            one
+            | {"float8_casts": casts("fp8delayed"), "float8_updates": {"forward": 3, "backward": backward}, "rows": []}
+            for one in (ONE, OTHER)
+        ]
+        claims = work_claims(
+            Layout.parse("dp2.te.fp8delayed"), Step(ranks, rows), scenario, LINEAR, layers=2, experts=0
+        )
+        kept += [backward] * all(holds for _, holds, _ in claims)
+    assert kept == [due]
 
 
 def test_histories_that_were_not_seen_hold_no_claim() -> None:
