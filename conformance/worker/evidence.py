@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -148,6 +149,7 @@ class Watch(InPlaceOfLifting):
     casts: number of operands of TransformerEngine's products, by operand, what te_cast returns (with delayed scaling
         whether the scale is one that updates gave), and whether a forward product had the same numbers.
     delayed: see DelayedScales. sequence_parts: ranks that gather parts of the sequence after they have cast them.
+        What such a rank has cast of an operand that it gathered as bytes is its part, and of all others the whole.
     updated: number of elements that TransformerEngine's AdamW has updated, by the dtypes of parameters and of masters.
         Remainders, which complete parameters to masters, are int16.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
@@ -193,6 +195,7 @@ class Watch(InPlaceOfLifting):
         self.delayed: DelayedScales | None = None
         self.updated: Counter[tuple[str, str]] = Counter()
         self.casts: Counter[tuple[str, str, str, bool | None, bool, bool]] = Counter()
+        self._parts_of: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # this rank's, of gathered bytes
         self._forward_numbers: set[bytes] = set()  # digests of what TransformerEngine multiplied in forward passes
         self._scales = hashlib.sha256()
         self.drawn: Counter[tuple[str, str, str]] = Counter()
@@ -289,7 +292,7 @@ class Watch(InPlaceOfLifting):
             is_new = digest not in self._forward_numbers if operand == "weight" and flipped else operand != "weight"
             if self.delayed is not None and self.delayed.is_used:
                 direction = "backward" if operand == "gradient" else "forward"
-                largest = te_largest(x, parts=self._parts) if is_new and not columns else None
+                largest = self._largest(x, operand) if is_new and not columns else None
                 own = self.delayed.gave(x._scale_inv, direction, largest=largest, again=again)
             if flipped:
                 self._forward_numbers.add(digest)
@@ -297,6 +300,13 @@ class Watch(InPlaceOfLifting):
             self.casts[operand, format, kind, powers, own, same] += 1
             if hasattr(x, "_scale_inv"):
                 self._scales.update(repr(float(x._scale_inv)).encode())
+
+    def _largest(self, x: Any, operand: str) -> Tensor:
+        """Returns the largest magnitude in float8 of what this rank has cast of an operand."""
+        storage = x._data.untyped_storage()
+        kept, part = self._parts_of.get(storage._cdata, (None, 0))
+        is_gathered = operand != "weight" and kept is not None and kept() is storage
+        return te_largest(x, part=part, parts=self._parts) if is_gathered else te_largest(x)
 
     def _fused_update(self, own: Any, kernel: Any, flag: Any, lists: Any, *rest: Any) -> Any:
         """Wraps the call of a kernel of TransformerEngine's AdamW."""
@@ -377,6 +387,7 @@ class Watch(InPlaceOfLifting):
         is_plain = type(result) is Tensor
         if operator.kind and (found := collective_of(operator.func, args)):
             self._collective(found)
+            self._gathered_parts(found, (*args, result))
         elif operator.is_counted and (is_plain or isinstance(result, Tensor)):
             self._tensor(operator, result, args)
         is_forward = not self._tasks and _current_graph_task_id() == -1
@@ -435,6 +446,14 @@ class Watch(InPlaceOfLifting):
         if found.kind in REDUCTIONS and found.dtype.is_floating_point:
             # The input, which is summed, is at least as large as the output, so these are its elements.
             self.reduced[found.size] += found.elements
+
+    def _gathered_parts(self, found: Collective, values: Iterable[Any]) -> None:
+        """Notes bytes that the ranks of a sequence have gathered, among the values of a collective."""
+        if found.kind == "all_gather" and found.dtype.itemsize == 1 and len(found.ranks) == self._parts:
+            whole = max(tensors_in(values), key=Tensor.numel)
+            if whole.numel() == self._parts * math.prod(found.shape):
+                storage = whole.untyped_storage()
+                self._parts_of[storage._cdata] = weakref.ref(storage), found.ranks.index(dist.get_rank())
 
     def _tensor(self, operator: Operator, result: Tensor, args: tuple[Any, ...]) -> None:
         if result.is_meta or (type(result) is not Tensor and isinstance(result, FakeTensor)):

@@ -213,12 +213,10 @@ def te_cast(x: Any, *, columns: bool) -> tuple[str, str, bool | None, bool]:
     return name, "squares" if x._is_2D_scaled else "rows", powers, bool(((blocks == 0) | (blocks >= end / 2)).all())
 
 
-def te_largest(x: Any, *, parts: int = 1) -> Tensor:
-    """Returns the largest magnitude in float8, unscaled, of an operand that TransformerEngine multiplies along rows,
-    and those of ``parts`` equal parts of its rows, each of which another rank may have cast."""
-    numbers = _te_copy(x, columns=False)[0].float().abs().double()
-    of_parts = numbers.unflatten(0, (parts, -1)).amax((1, 2)) if not len(numbers) % parts else numbers.new_zeros([0])
-    return torch.cat([numbers.amax()[None], of_parts])
+def te_largest(x: Any, *, part: int = 0, parts: int = 1) -> Tensor:
+    """Returns the largest magnitude () in float8, unscaled, of an operand that TransformerEngine multiplies along rows,
+    or of one of ``parts`` equal parts of its rows."""
+    return _te_copy(x, columns=False)[0].tensor_split(parts)[part].float().abs().double().amax()
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:
@@ -284,10 +282,10 @@ class DelayedScales:
     def gave(self, inverse: Tensor, direction: str, *, largest: Tensor | None, again: bool = False) -> bool:
         """Tells whether 1 / ``inverse`` is the scale of some operand now, whose history holds the magnitude of a cast.
 
-        ``largest``: the largest magnitudes in float8 of an operand that was cast now, or of the parts of which this
-        rank has cast one, where larger ones become the end of the format; None of one that was cast earlier in this
-        step, whose scale may be an earlier one. ``again``: it was cast again, to recompute a layer, with the history
-        and the scale of the forward pass, which are replaced by those of now when the layer has ended.
+        ``largest``: the largest magnitude in float8 of what this rank has cast of an operand now, where larger ones
+        become the end of the format; None of one that was cast earlier in this step, whose scale may be an earlier one.
+        ``again``: it was cast again, to recompute a layer, with the history and the scale of the forward pass, which
+        are replaced by those of now when the layer has ended.
         """
         histories, scales = self._now(direction)
         if largest is None:
@@ -300,8 +298,7 @@ class DelayedScales:
             (histories[0] * scales * (1 + error)).clamp(max=torch.finfo(format).max).float().to(format).double()
             for error in (-SCALE_ERROR, SCALE_ERROR)
         )
-        largest = largest.reshape(-1, 1)
-        is_noted = ((least <= largest) & (largest <= most)).any(0)
+        is_noted = (least <= largest) & (largest <= most)
         return bool((is_noted & ((inverse.double() * scales - 1).abs() < SCALE_ERROR)).any())
 
     def begin_update(self, direction: str) -> None:

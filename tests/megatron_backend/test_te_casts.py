@@ -2,14 +2,17 @@
 
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from cells import ranks_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from conformance.runtime import Pool
 from conformance.worker.evidence import HISTORIES, TRANSFORMER_ENGINE, Watch, float8_state
 from conformance.worker.operators import DelayedScales, te_cast, te_largest, te_product_error
 
@@ -346,20 +349,27 @@ def test_a_layer_that_is_recomputed_is_no_lost_magnitude_and_no_second_update() 
     assert watched.updates == {"forward": 5}
 
 
-def test_parts_of_the_sequence_have_magnitudes_of_their_own() -> None:
-    """A rank notes that of its part only, which it has cast, and multiplies by the parts of all ranks."""
+def test_parts_of_the_sequence_have_magnitudes_of_their_own(pool: Pool, tmp_path: Path) -> None:
+    """A rank notes that of the part that it has cast, and multiplies by the parts of all ranks."""
     x = drawn(48, 64)
     kept, *_ = with_one_scale(x, keeps="both")
-    whole, first, second = te_largest(kept, parts=2).tolist()
-    assert (whole, whole) == (448, max(first, second))
+    first, second = (float(te_largest(kept, part=part, parts=2)) for part in range(2))
+    assert te_largest(kept) == 448 == max(first, second)
     assert min(first, second) == pytest.approx(
         float(min(x[:24].abs().max(), x[24:].abs().max()) * 448 / x.abs().max()), rel=0.1
     )
-    library = Delayed()
-    watched = DelayedScales(library)
-    for own in (3.0, 2.0, 1.5):
-        library.cast(own, 9.0, 9.0)
-        assert watched.gave(torch.tensor(1.0), "forward", largest=torch.tensor([3.0, 2.0, 3.0])) is (own != 1.5)
+    for parts, own in ((2, [[2], [8]]), (1, [[8], [8]])):
+        outcome = pool.run(
+            key="megatron",
+            config=ranks_of("megatron", 2),
+            task="megatron_tasks:magnitudes_that_pass",
+            kwargs={"parts": parts},
+            log_dir=tmp_path / str(parts),
+            budget_s=60.0,
+        )
+        assert outcome.state == "done", outcome.reason
+        of_whole = {"input": [8], "weight": [8], "gathered weight": [8]}
+        assert outcome.results == [{"gathered input": mine, **of_whole} for mine in own]
 
 
 def test_the_state_of_a_resume_is_that_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:

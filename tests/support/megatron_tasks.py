@@ -4,11 +4,14 @@ import contextlib
 import gc
 import math
 import os
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import megatron_reference as plain
 import torch
@@ -24,6 +27,7 @@ from conformance.runtime import RankContext
 from conformance.spec.layout import Layout
 from conformance.spec.observables import Head, StateKind
 from conformance.spec.precision import PrecisionName
+from conformance.worker.evidence import HISTORIES, TRANSFORMER_ENGINE, Watch
 from impl.interface.micro_batches import MicroBatch, OutputName, Outputs, collate
 from impl.interface.trainable import Context, ContextConfig, Trainable, get_context
 from impl.megatron.context import MegatronContext
@@ -357,3 +361,29 @@ def fsdp2_around(rank: RankContext, *, layout: str, plain_layout: str, folders: 
         model.teardown()
     after = step()
     return all(torch.equal(after[name].view(torch.int32), bits.view(torch.int32)) for name, bits in before.items())
+
+
+def magnitudes_that_pass(context: RankContext, *, parts: int) -> dict[str, list[int]]:
+    """Which magnitudes in a history pass as those of an operand of two rows, whose largest numbers are 2 and 8. Each
+    rank has cast one row and gathered both, or has cast both."""
+    rows = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn).view(torch.uint8)
+    passed: dict[str, list[int]] = {}
+    for name in ("gathered input", "input", "weight", "gathered weight"):
+        for magnitude in (1, 2, 4, 8):
+            buffers = {"forward": [torch.tensor([[magnitude], [0.0], [0.0], [0.0]])]}, {"forward": [torch.ones(1)]}
+            manager = SimpleNamespace(
+                global_amax_history_buffer=buffers[0],
+                global_scale_buffer=buffers[1],
+                reduce_and_update_fp8_tensors=None,
+            )
+            library: Any = SimpleNamespace(generic_gemm=lambda *_: [torch.zeros(2, 2)])
+            known = {TRANSFORMER_ENGINE: library, HISTORIES: SimpleNamespace(FP8GlobalStateManager=manager)}
+            with mock.patch.dict(sys.modules, known), (watch := Watch(sequence_parts=parts)).step():
+                dist.all_gather_into_tensor(gathered := torch.empty_like(rows), rows[context.rank][None])
+                data = gathered if name.startswith("gathered") else rows
+                x = SimpleNamespace(_data=data, _transpose=None, _scale_inv=torch.ones(1), _fp8_dtype="E4M3")
+                x.size = data.size
+                library.generic_gemm(x, True, x, False, *[None] * 7, False)
+            is_own = next(cast[4] for cast in watch.casts if cast[0] == name.split()[-1])
+            passed.setdefault(name, []).extend([magnitude] * is_own)
+    return passed
