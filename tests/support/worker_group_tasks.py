@@ -25,6 +25,7 @@ from conformance.runtime.forkserver import PRIVATE
 _remembered: list[str] = []
 _pools: set[str] = set()
 _computed: list[Any] = []
+_counting: list[bool] = []
 _kept: list[dist.ProcessGroup | bytearray] = []
 
 
@@ -108,9 +109,11 @@ def dtensor_power(context: RankContext, *, exponent: float, dtype: str) -> dict[
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    propagator: Any = ShardingPropagator
-    compute = propagator._propagate_tensor_meta_non_cached
-    if not hasattr(compute, "__wrapped__"):
+    if not _counting:  # in the first task of this rank; the forkserver may keep shapes already
+        _counting.append(True)
+        propagator: Any = ShardingPropagator
+        kept = propagator._propagate_tensor_meta_non_cached
+        compute = getattr(kept, "__wrapped__", kept)
 
         def counted(*args: Any) -> Any:
             _computed.append(args)
