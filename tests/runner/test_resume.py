@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import exhaustive
 from plain_backend import Plain
 from plain_profile import SCENARIO
 
@@ -259,6 +260,7 @@ def test_a_run_that_read_other_files_is_not_continued(
 
 OWN = """
 from own_numbers import WRONG
+from cells import exhaustive
 from plain_backend import Plain
 
 class Own(Plain):
@@ -311,7 +313,7 @@ def test_a_rerun_of_mended_code_goes_on_where_it_was_stopped(run_own: Runs, tmp_
     assert said.endswith(f"--resume {out} --rerun failed --cells '*/dp1/*'\n")
 
 
-@pytest.mark.parametrize("beside", ["own_numbers.py", "own_numbers/__init__.py"], ids=["module", "package"])
+@pytest.mark.parametrize("beside", [exhaustive("own_numbers.py"), "own_numbers/__init__.py"])
 def test_after_a_mend_no_verdict_of_the_code_before_counts(
     beside: str, run_own: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
