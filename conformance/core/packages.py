@@ -9,6 +9,8 @@ one with ``PYTHONPATH=.``, comes before the installed package of this name. The 
 ranks, the servers that fork ranks) call ``prefer``; a function that a user calls in a process of the user's own runs in
 ``preferred``, which leaves the modules of the user as they were.
 
+``code_digest`` tells whether the code of a user's adapter has changed.
+
 ``python -m conformance.core.packages MODULE ARGUMENTS...`` runs a module of this distribution.
 
 Installed packages register reporters and commands as entry points; conformance imports none of them.

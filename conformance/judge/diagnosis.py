@@ -2,6 +2,8 @@
 
 A likely cause decides nothing: it is named for a quantity that was already found wrong. It has to explain this very
 number: with the cause undone, the remaining error has to be within the tolerance. Where nothing fits, none is named.
+A missing reduction explains no number; it is named where wrong gradients and gradients that differ between ranks are of
+the same parameters.
 """
 
 import math
