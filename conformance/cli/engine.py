@@ -21,11 +21,18 @@ from conformance.core.errors import UsageError
 from conformance.core.host import resolve
 from conformance.core.io import make_folder, write_file
 from conformance.core.packages import write_reports
-from conformance.data.chat_templates import Conversation, TemplateFolder, own_template, published, read_conversations
 from conformance.data.inputs import prepare_inputs
 from conformance.judge.engines import Check
 from conformance.judge.sample_order import judge_order
-from conformance.judge.text import TextCheck, judge_conversations
+from conformance.judge.text import (
+    Conversation,
+    TemplateFolder,
+    TextCheck,
+    judge_conversations,
+    own_template,
+    published,
+    read_conversations,
+)
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Ranks, Selection
 from conformance.matrix.profile import select_cells

@@ -10,11 +10,19 @@ import pytest
 from conformance.backends.faults import Fault
 from conformance.backends.text import OrderPlan, ServedPipeline, TextInfo
 from conformance.core.errors import UsageError
-from conformance.data.chat_templates import Conversation, TemplateFolder, own_template, published, read_conversations
 from conformance.data.forms import EXAMPLES, read_labelled, read_preferences, read_samples
 from conformance.data.tokenizer import encode, load_tokenizer
 from conformance.judge.sample_order import judge_order
-from conformance.judge.text import TextCheck, expected_of, judge_conversations
+from conformance.judge.text import (
+    Conversation,
+    TemplateFolder,
+    TextCheck,
+    expected_of,
+    judge_conversations,
+    own_template,
+    published,
+    read_conversations,
+)
 from conformance.oracle.chat import RULES, ChatTemplate
 from conformance.spec.scenario import DataConfig
 from impl.faults.served import TEXT_FAULTS
