@@ -226,7 +226,8 @@ def _step(
                 deviation = _of_terms(views[o.sum_of].tensors, references[o.sum_of].tensors, unit=unit)
                 typical = DEVIATIONS / NOISE_FACTOR * deviation
             for found in (*_scalar(o, step, oracle), *rebuilt_norm(o, step, oracle, views)):
-                yield replace(found, typical=found.typical or typical)
+                of_tokens = bool(o.made_of or o.sum_of)
+                yield replace(found, typical=found.typical or typical, of_tokens=of_tokens)
         elif o.kind == "rows":
             yield from _rows(o, step.step, own.tensors, reference.tensors, references[o.scale or o.key].tensors)
         elif o.change:
@@ -316,7 +317,7 @@ def _scalar_of_rows(
     off = torch.cat([(row.double() - expected[index].double()).abs() for index, row in own.items()] or [torch.zeros(1)])
     typical = (off.norm() / len(off) if o.mean_of else off.max()).item() / (unit or 1.0)
     for found in _scalar(o, step, oracle, unit=unit):
-        yield replace(found, typical=typical)
+        yield replace(found, typical=typical, of_tokens=True)
 
 
 def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float:

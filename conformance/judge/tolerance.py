@@ -57,8 +57,9 @@ class Measurement:
     absolute difference and its index. scale: <x, ref> / <ref, ref>. residual, size: ||x - scale ref|| and ||ref||, in
     the unit of ``error``. broken: in words, the numbers of x that are not finite. replica: whether ranks were compared
     with each other, not with the oracle. factor: times the noise, for a number with a narrower bound. typical: for a
-    sum, a norm or a scale, the effect of the errors of its parts. rounding: added to the bound, for a tensor that was
-    not read but rebuilt from rounded numbers. strip: for rows, the errors of their tokens.
+    sum, a norm or a scale, the effect of the errors of its parts. of_tokens: whether these parts are numbers of tokens,
+    which no gradient of the step reaches. rounding: added to the bound, for a tensor that was not read but rebuilt from
+    rounded numbers. strip: for rows, the errors of their tokens.
     """
 
     stage: str
@@ -78,6 +79,7 @@ class Measurement:
     replica: bool = False
     factor: float = NOISE_FACTOR
     typical: float = 0.0
+    of_tokens: bool = False
     rounding: float = 0.0
     strip: TokenErrors | None = None
 
@@ -101,7 +103,7 @@ def noisiest(
 ) -> list[Measurement]:
     """Returns the larger error of the single-process runs for every quantity, with the largest effect of its parts.
 
-    If a further run is too noisy in a quantity, or in a gradient and so in what follows from parts, the first run alone
+    If a further run is too noisy in a quantity, or in a gradient and so in norms and scales, the first run alone
     counts. ``gradients`` and ``amplified``: see allowed_errors.
     """
     found: dict[Key, Measurement] = {}
@@ -109,7 +111,8 @@ def noisiest(
         judged = may_be_judged_by(run, precision, gradients)
         exempt = amplified if judged else frozenset()
         for q in run:
-            if number and (_too_noisy(q, precision, gradients, exempt) or (q.typical and not judged)):
+            follows = q.typical and not q.of_tokens
+            if number and (_too_noisy(q, precision, gradients, exempt) or (follows and not judged)):
                 continue
             largest = max(found.get(q.key, q), q, key=lambda m: m.error)
             found[q.key] = replace(largest, typical=max(found.get(q.key, q).typical, q.typical))

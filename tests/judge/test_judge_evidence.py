@@ -16,7 +16,7 @@ from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, 
 from conformance.core.host import FIXTURES
 from conformance.judge.layout_evidence import SHOWN, _all_are_recomputed, unproven
 from conformance.judge.rounding import expert_summands, measure_accumulation_precision, summands_of_steps
-from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
+from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors, noisiest
 from conformance.judge.verdict import _judged_rows, judge
 from conformance.judge.work_evidence import other_weights, sums_of
 from conformance.records.record_format import RecordError
@@ -254,6 +254,17 @@ def test_a_noisy_worst_row_allows_no_more_than_a_half_and_too_noisy_a_one_nothin
     assert bound(0.2) == bound(0.25) == bound(0.2, drift=2.0) == bound(0.1, drift=2.0) == pytest.approx(0.5)
     with pytest.raises(RecordError, match=r"more than can be judged by .2.5e-01.; run the cell in fp32"):
         bound(0.26)
+
+
+def test_a_run_of_too_noisy_gradients_still_says_how_far_a_sum_over_tokens_may_be_off() -> None:
+    """At the first update the errors of ratios cancel in one process, and not where another kernel scored."""
+    gradient = Measurement(stage="gradients", tensor="a", step=0, error=0.1)
+    scale = Measurement(stage="gradients", tensor="scale", step=0, error=0.0, scalar=True)
+    loss = Measurement(stage="loss", tensor="pg_loss", step=0, error=0.0, scalar=True, of_tokens=True)
+    further = [replace(q, error=0.4 if q is gradient else 0.0, typical=0.002) for q in (gradient, scale, loss)]
+    names = frozenset({"gradients"})
+    found = noisiest([[gradient, scale, loss], further], precision="bf16", gradients=names, amplified=frozenset())
+    assert {q.tensor: q.typical for q in found} == {"a": 0.0, "scale": 0.0, "pg_loss": 0.002}
 
 
 @pytest.mark.parametrize(("linear", "honest"), [("float64", True), ("float32", False)])

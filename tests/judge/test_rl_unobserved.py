@@ -7,6 +7,7 @@ from conftest import make_cell
 from oracle_cells import OracleRuns, as_cell
 
 from conformance.backends.protocol import StepMetrics
+from conformance.judge.measurements import measure
 from conformance.judge.verdict import judge
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
@@ -46,6 +47,12 @@ def test_grpo_left_out_is_named_in_the_verdict(tmp_path: Path, runs: Runs, witho
 def test_all_of_grpo_shown_conforms(tmp_path: Path, runs: Runs) -> None:
     verdict = judged(cell_of(runs, tmp_path / "cell"), runs)
     assert verdict.state == "conforms", verdict.reason
+
+
+def test_losses_are_sums_over_tokens_and_a_norm_of_gradients_is_none(runs: Runs) -> None:
+    found = [*measure([runs.record((), "bf16-plain")], runs.record())]
+    assert {q.tensor for q in found if q.of_tokens} >= {"loss", "pg_loss"}
+    assert {q.of_tokens for q in found if q.stage == "gradient norm"} == {False}
 
 
 @pytest.mark.parametrize("key", ["logprob", "old_logprob", "advantage", "loss", "token_count"])
