@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -24,8 +24,8 @@ from conformance.results.run_results import Attempt, Entry, cell_summary, inside
 from conformance.results.verdict import ANSWERED, NO_FAULT, STATES, Verdict
 from conformance.runtime import Pool, RankContext, WorkerGroupConfig
 from conformance.runtime.leased_slots import Lanes
-from conformance.spec.conventions import KNOWN, Conventions, of_oracle
-from conformance.spec.known_defects import Defect
+from conformance.spec.conventions import KNOWN, Conventions, OracleConvention, of_oracle
+from conformance.spec.known_defects import Defect, MeanOfMeans
 
 
 @contextlib.contextmanager
@@ -186,12 +186,15 @@ def _has_all_tensors(out: Path, entry: Entry) -> bool:
     return all((record / file["file"]).exists() for record, file in named if file)
 
 
-def _candidates(entry: Entry) -> Conventions:
-    """Returns the undeclared conventions that the run tried as explanations of a difference."""
+def _candidates(entry: Entry) -> tuple[Conventions, list[MeanOfMeans]]:
+    """Returns the undeclared conventions and the means that the run tried as explanations of a difference."""
+    if entry.expected or planted_in(entry.cell):
+        return (), []
     declared = of_oracle(entry.conventions)
     tried = [one.defects[-1] for one in entry.variants if one.defects[:-1] == declared]
-    found = tuple(one for one in KNOWN if one in tried or one.unjudged)
-    return () if entry.expected or planted_in(entry.cell) else found
+    conventions = (one for one in tried if isinstance(one, get_args(OracleConvention)))
+    own = tuple(one for one in KNOWN if one.unjudged)
+    return (*conventions, *own), [one for one in tried if isinstance(one, MeanOfMeans)]
 
 
 def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:
@@ -210,4 +213,5 @@ def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:
         "observables": entry.observables,
     }
     verdict = judge_cell(entry.cell, phases, known=entry.expected, **options)
-    return explained(verdict, entry.cell, phases, candidates=_candidates(entry), **options)
+    candidates, means = _candidates(entry)
+    return explained(verdict, entry.cell, phases, candidates=candidates, means=means, **options)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from conformance.judge.rebuilt import CLIP
 from conformance.judge.tolerance import Measurement, gradient_stages
 from conformance.numerics.comparison import likely_causes, powers_of, times
-from conformance.records.step_tensors import Record
+from conformance.records.step_tensors import Record, StepRecord
 from conformance.results.verdict import Quantity
+from conformance.spec.known_defects import means_of_means
 from conformance.spec.layout import Layout
-from conformance.spec.observables import CONFIGURATION, Observable, is_unread
+from conformance.spec.observables import CONFIGURATION, LOGPROBS, LOSS, Observable, is_unread, terms_of
 from conformance.spec.scenario import Scenario
 
 CLOSE = 1e-3  # relative distance of a scale from the factor that explains it, in every precision
@@ -28,6 +29,7 @@ MOST_KINDS = 3  # kinds of parameters that are named as what wrong ones have in 
 PARTS = ("bias", "lora_A", "lora_B")  # of a module; its weight goes without saying
 MOST = 10  # largest number of positions of a step, divided by its target tokens
 LARGEST_GROUP = 64  # responses to one prompt
+PROOF = 10  # times less of an error has to be left without a mean of means, which may be near the right mean
 EPSILON = 1e-5  # error that the epsilon beside a deviation leaves, which a factor of the deviation does not explain
 
 UNREDUCED = "not reduced: ranks that share these parameters have different gradients, of their own rows or shards"
@@ -53,7 +55,7 @@ class Facts:
     """The numbers of one step that a likely cause may refer to.
 
     tokens: targets of the optimizer step. clip: the factor by which the oracle clipped, where it did, by stage of
-    gradients and of updates.
+    gradients and of updates. oracle: the record of the step; None for the weights as loaded.
     """
 
     scenario: Scenario
@@ -62,6 +64,7 @@ class Facts:
     clip: Mapping[str, float]
     gradients: frozenset[str]
     updates: frozenset[str]
+    oracle: StepRecord | None
 
 
 def facts_of_steps(
@@ -83,6 +86,7 @@ def facts_of_steps(
             clip={stage: factor for stage, factor in clip.items() if factor},
             gradients=gradient_stages(observables),
             updates=frozenset(o.stage for o in observables if o.change),
+            oracle=step,
         )
     return known
 
@@ -111,6 +115,8 @@ def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
         return ""
     if abs(m.scale) < ZERO:  # one row of zeros is no cause: the tokens of other ranks may be missing in it
         return "" if m.residual > ZERO or m.of_row else _zero(m, facts)
+    if means := _means(m, facts, allowed):
+        return f"it is {' or '.join(means)}"
     factors = _known_factors(m, facts, allowed)
     if factors:
         return times(m.scale, causes=factors)
@@ -184,6 +190,23 @@ def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
     left = {text: m.left_without(factors[text]) for text in near}
     known = sorted((text for text in near if left[text] <= allowed), key=left.__getitem__)
     return known or _token_counts(m, facts, allowed) or _group_sizes(m, allowed)
+
+
+def _means(m: Measurement, facts: Facts, allowed: float) -> list[str]:
+    """Names parts of a step if the loss is the mean of their means, as computed from the oracle's tokens."""
+    if (oracle := facts.oracle) is None or not oracle.value(m.tensor):
+        return []
+    key = terms_of(m.tensor) if m.tensor != LOSS.key or facts.scenario.objective.kind != "sft" else LOGPROBS.key
+    terms = {int(n.partition("/")[2]): t for n, t in oracle.tensors().items() if n.startswith(f"{key}/")}
+    counts = [len(terms.get(row, ())) for row in range(facts.scenario.data.rows)]
+    whole = sum(of_row.double().sum().item() for of_row in terms.values())
+    found = []
+    for kind in means_of_means(facts.scenario, facts.layout) if whole else ():
+        sizes = kind.sizes(counts)
+        other = sum(of_row.double().sum().item() / sizes[row] for row, of_row in terms.items())
+        if other and m.left_without(other * sum(counts) / whole) <= min(allowed, m.error / PROOF):
+            found.append(kind.words)
+    return found
 
 
 def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:

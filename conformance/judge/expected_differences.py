@@ -15,11 +15,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from conformance.judge.direction import SCALE, SIZE, is_summed_in
-from conformance.judge.tolerance import OF_ROWS
+from conformance.judge.tolerance import OF_ROWS, gradient_stages
 from conformance.judge.verdict import judge_folders
 from conformance.results.verdict import NO_FAULT, Quantity, Verdict
 from conformance.spec.conventions import AnyConvention, Conventions, of_oracle
-from conformance.spec.known_defects import Defect, Known, Unmodelled, defects_of
+from conformance.spec.known_defects import Defect, Known, MeanOfMeans, Unmodelled, defects_of
 from conformance.spec.observables import Observable, stages
 
 Defects = tuple[Defect, ...]
@@ -103,12 +103,14 @@ def explained(
     *,
     conventions: Conventions,
     candidates: Conventions,
+    means: Sequence[MeanOfMeans],
     oracles: Oracles,
     observables: Sequence[Observable],
 ) -> Verdict:
     """Names a convention of the ``candidates`` with which a cell that differs agrees in all stages, as likely cause.
 
     A convention whose first stage comes after the first finding is not tried. ``conventions``: those that are declared.
+    If gradients are wrong that no cause explains, or a loss by one of ``means``, these are tried on gradients.
     """
     if verdict.state != "differs" or not verdict.findings:
         return verdict
@@ -124,6 +126,18 @@ def explained(
             hint = f"agrees in all stages with {one.words} (convention {one})"
             hinted = tuple(replace(q, hint=hint) if q in same else q for q in verdict.quantities)
             return replace(verdict, quantities=hinted, reason=_with_hint(verdict.reason, same, hint))
+    gradients = [q for q in verdict.findings if q.stage in gradient_stages(observables) and q.step == first.step]
+    is_unknown = first in gradients and not any(q.hint for q in gradients)
+    for mean in (one for one in means if gradients and (is_unknown or any(one.words in q.hint for q in same))):
+        by = judge.by(conventions, (mean,))
+        if by.state == "infrastructure" or any((q.stage, q.step) == (first.stage, first.step) for q in by.findings):
+            continue
+        wrong = {(q.stage, q.step) for q in by.findings}
+        right = [q for q in gradients if (q.stage, q.step) not in wrong]
+        hint = f"agrees with {mean.words}"
+        hinted = tuple(replace(q, hint=hint) if q in right else q for q in verdict.quantities)
+        reason = _with_hint(verdict.reason, same, hint) if is_unknown else verdict.reason
+        return replace(verdict, quantities=hinted, reason=reason) if right else verdict
     return verdict
 
 

@@ -37,6 +37,7 @@ from conformance.spec.known_defects import (
     DividedGradients,
     DividedLoss,
     LostEmbeddingGradient,
+    MeanOfMeans,
     OrthogonalizedShares,
     PaddedSoftmax,
     ResummedHeadNorms,
@@ -279,6 +280,16 @@ class WithDividedLoss(Variant):
         return {index: weight / self._by for index, weight in weights.items()}
 
 
+class WithMeanOfMeans(Variant):
+    """Takes the mean over tokens as the mean of the means of parts."""
+
+    def __init__(self, defect: MeanOfMeans) -> None:
+        self._defect = defect
+
+    def divisor(self, tokens: float, row: Row, batch: Batch) -> float:
+        return self._defect.sizes([one.target_count for one in batch.rows])[row.index]
+
+
 class WithMeansOfMicroBatches(Variant):
     """Gives each micro-batch the same weight in some means, however many tokens it has."""
 
@@ -369,6 +380,7 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     BiasedWhitening: lambda _: WithBiasedWhitening(),
     CountEpsilon: WithCountEpsilon,
     SchedulePerRollout: lambda _: WithSchedulePerRollout(),
+    MeanOfMeans: WithMeanOfMeans,
     GenerationDenominator: lambda _: WithGenerationDenominator(),
     EntropyByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "entropy_weight"),
     MetricsByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "metric_weight"),

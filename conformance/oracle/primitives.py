@@ -275,6 +275,10 @@ class Variant:
         """Returns the numbers of the whole step, by observable."""
         return values
 
+    def divisor(self, tokens: float, row: Row, batch: Batch) -> float:
+        """Returns the number that a mean over the ``tokens`` target tokens of the step divides the sum of a row by."""
+        return tokens
+
     def rollout(self, batches: list[Batch]) -> list[Batch]:
         """Returns the mini-batches of a rollout with the columns that updates read."""
         return batches

@@ -34,6 +34,7 @@ from conformance.spec.observables import (
     ROUTER_TERMS,
     ROUTER_Z_LOSS,
     ROUTING,
+    TOKEN_COUNT,
     VALUE_GRADIENT,
     Role,
     model_key,
@@ -181,6 +182,10 @@ def observe(
     taps = {**taps, **lookups}
     for row, outputs in _rows(batch, running, leaves, policy, variant, taps, pending):
         parts: dict[str, list[Tensor]] = defaultdict(list)
+        of_row = {
+            key: variant.divisor(total, row, batch) if key == TOKEN_COUNT.key else total
+            for key, total in totals.items()
+        }
         for at, document in enumerate(row.documents):
             has_targets = any(document.targets)
             for tap in taps.values() if has_targets else ():
@@ -199,14 +204,14 @@ def observe(
                 if routing:
                     parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)
                     balances[name].add(routing)
-                    of_row = parted[name].get(row.index)
-                    share = _router_share(model, routing, chosen[name], tokens_of_step, of_row)
+                    loads = parted[name].get(row.index)
+                    share = _router_share(model, routing, chosen[name], tokens_of_step, loads)
                     loss = loss + share.to(output.device)
                 if not has_targets:
                     if loss.requires_grad:
                         (loss * model.scale(policy)).backward()
                     continue
-                term = functions.term(name, output, document, totals=totals, earlier=earlier, stable=policy.stable)
+                term = functions.term(name, output, document, totals=of_row, earlier=earlier, stable=policy.stable)
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
                     if model.role.head == "value":

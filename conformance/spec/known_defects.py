@@ -8,7 +8,7 @@ match the cell. This module only describes defects; conformance.oracle.defects i
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario
 
 Several = Annotated[int, Field(strict=True, ge=2)]
+BY_TOKENS = ("sft", "dft", "distillation", "prm")  # objectives whose losses are means over all target tokens
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -103,6 +104,38 @@ class OrthogonalizedShares:
     ranks: Several
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MeanOfMeans:
+    """Takes a mean over all tokens of a step as the mean of the means of ``parts`` equal numbers of consecutive rows.
+
+    So a token counts less in a part that has more tokens. of: the name of the parts.
+    """
+
+    kind: Literal["mean-of-means"] = "mean-of-means"
+    parts: Several
+    of: Literal["ranks", "micro-batches", "rows"]
+
+    @property
+    def words(self) -> str:
+        return f"the mean of the means of {self.of}, in which tokens count less where there are more of them"
+
+    def sizes(self, counts: Sequence[int]) -> list[float]:
+        """Returns what each row's sum is divided by, from the numbers of target tokens of all rows of the step."""
+        rows = len(counts) // self.parts
+        sums = [max(1, sum(counts[start : start + rows])) for start in range(0, len(counts), rows)]
+        return [float(self.parts * tokens) for tokens in sums for _ in range(rows)]
+
+
+def means_of_means(scenario: Scenario, layout: Layout) -> tuple[MeanOfMeans, ...]:
+    """Returns the means of means that a cell could have in place of its mean over tokens."""
+    o, rows = scenario.objective, scenario.data.rows
+    if o.kind not in BY_TOKENS and getattr(o, "loss_agg_mode", "") != "token-mean":
+        return ()
+    sizes: dict[int, Literal["ranks", "micro-batches", "rows"]] = {rows: "rows"}
+    sizes |= {layout.data * scenario.accumulation: "micro-batches", layout.data: "ranks"}
+    return tuple(MeanOfMeans(parts=n, of=of) for n, of in sizes.items() if n > 1 and rows % n == 0)
+
+
 Defect = (
     OracleConvention
     | CountsByLastTokens
@@ -113,6 +146,7 @@ Defect = (
     | WindowPerBlock
     | LostEmbeddingGradient
     | OrthogonalizedShares
+    | MeanOfMeans
 )
 _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, Field(discriminator="kind")], ...])
 

@@ -34,7 +34,7 @@ from conformance.spec.conventions import (
     in_cell,
     of_oracle,
 )
-from conformance.spec.known_defects import DividedLoss
+from conformance.spec.known_defects import DividedGradients, DividedLoss, MeanOfMeans, means_of_means
 from conformance.spec.layout import Layout
 
 ENTROPY = EntropyByMicroBatch(data_ranks=1, micro_batches=2)
@@ -184,7 +184,7 @@ def judged(runs: OracleRuns, path: Path, shows: tuple[OracleConvention, ...], de
     options: Any = {"oracles": runs.folder, "observables": runs.record().observables, "conventions": declares}
     verdict = judge_cell(str(runs.cell), [path], known=(), **options)
     candidates = tuple(one for one in SHOWN if one not in declares)
-    return explained(verdict, str(runs.cell), [path], candidates=candidates, **options)
+    return explained(verdict, str(runs.cell), [path], candidates=candidates, means=(), **options)
 
 
 @pytest.mark.parametrize("one", SHOWN, ids=str)
@@ -235,7 +235,7 @@ def test_a_bug_beside_a_convention_differs_and_no_convention_explains_it(tmp_pat
     as_cell(runs.record((SHOWN[0],)), tmp_path / "cell", runs.cell, values={"loss": 1.0})
     options: Any = {"oracles": runs.folder, "observables": runs.record().observables, "conventions": (SHOWN[0],)}
     verdict = judge_cell(str(runs.cell), [tmp_path / "cell"], known=(), **options)
-    again = explained(verdict, str(runs.cell), [tmp_path / "cell"], candidates=SHOWN[1:3], **options)
+    again = explained(verdict, str(runs.cell), [tmp_path / "cell"], candidates=SHOWN[1:3], means=(), **options)
     assert (verdict.state, verdict.first_stage, again) == ("differs", "loss", verdict)
 
 
@@ -251,6 +251,69 @@ def test_conventions_apply_only_where_they_can_change_numbers(runs: OracleRuns) 
     assert kinds == {"TrainedPaddingToken", "GeneratorsNotSaved"}
     assert set(map(str, SHOWN)) <= {str(one) for one in in_cell(KNOWN, runs.cell.scenario, Layout())}
     assert of_oracle(KNOWN) == KNOWN[:-1]
+
+
+# --- means of means, which are no convention -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> OracleRuns:
+    cell = make_cell("sft-padded", "llama", "dp1", "exact", steps=2, rows=8, accumulation=2)
+    return OracleRuns(cell, tmp_path_factory.mktemp("halves"))
+
+
+def test_a_cell_could_have_the_means_of_all_its_parts(halves: OracleRuns) -> None:
+    scenario = halves.cell.scenario
+    kinds = {one.of: one.parts for one in means_of_means(scenario, Layout.parse("dp2.tp2"))}
+    assert kinds == {"ranks": 2, "micro-batches": 4, "rows": 8}
+    assert {one.of: one.parts for one in means_of_means(scenario, Layout())} == {"micro-batches": 2, "rows": 8}
+    pairs = make_cell("dpo", "llama", "dp1", "exact").scenario
+    assert means_of_means(pairs, Layout.parse("dp2")) == ()
+
+
+def test_a_mean_of_means_is_that_of_its_parts(halves: OracleRuns) -> None:
+    (logprobs, right), batch = (rows_of(halves.record(), "logprob"), halves.record().steps[0]), halves.batches[0]
+    micro_batches = batch.micro_batches(dp_rank=0, dp_size=1, accumulation=2)
+    means = [
+        -torch.cat([logprobs[row.index] for row in part if row.target_count]).mean().item() for part in micro_batches
+    ]
+    own = halves.record((MeanOfMeans(parts=2, of="micro-batches"),)).steps[0]
+    assert own.value("loss") == pytest.approx(sum(means) / 2, rel=1e-13)
+    assert own.value("loss") != pytest.approx(right.value("loss"), rel=1e-4)
+    assert own.value("token_count") == right.value("token_count")
+
+
+@pytest.mark.parametrize("only", ["", "loss", "gradients"])
+@pytest.mark.parametrize("of", ["micro-batches", "rows"])
+def test_a_mean_of_means_is_named_for_loss_and_gradients(
+    tmp_path: Path, halves: OracleRuns, of: str, only: str
+) -> None:
+    means = means_of_means(halves.cell.scenario, Layout())
+    one = next(mean for mean in means if mean.of == of)
+    wrong, right = (halves.record(defects) for defects in ((one,), ()))
+    run = right if only == "loss" else wrong
+    of_loss = (right if only == "gradients" else wrong).steps[0].value("loss")
+    as_cell(replace(run, steps=run.steps[:1]), tmp_path / "cell", halves.cell, values={"loss": of_loss or 0.0})
+    options: Any = {"oracles": halves.folder, "observables": right.observables, "conventions": ()}
+    verdict = judge_cell(str(halves.cell), [tmp_path / "cell"], known=(), **options)
+    verdict = explained(verdict, str(halves.cell), [tmp_path / "cell"], candidates=(), means=means, **options)
+    hints = {stage: {q.hint for q in verdict.findings if (q.stage, q.step) == (stage, 0)} for stage in ORDER}
+    assert [stage for stage in ORDER if hints[stage]] == [stage for stage in ORDER if only in ("", stage)]
+    for hint in (hint for stage in ORDER for hint in hints[stage]):
+        assert hint.endswith(f"the mean of the means of {of}, in which tokens count less where there are more of them")
+    assert verdict.reason.count(one.words) == 1
+
+
+ORDER = ("loss", "gradients")
+
+
+def test_gradients_of_another_cause_are_no_mean_of_means(tmp_path: Path, halves: OracleRuns) -> None:
+    means, right = means_of_means(halves.cell.scenario, Layout()), halves.record()
+    as_cell(halves.record((DividedGradients(by=3),)), tmp_path / "cell", halves.cell, scaled={"gradient": 1.01})
+    options: Any = {"oracles": halves.folder, "observables": right.observables, "conventions": ()}
+    verdict = judge_cell(str(halves.cell), [tmp_path / "cell"], known=(), **options)
+    again = explained(verdict, str(halves.cell), [tmp_path / "cell"], candidates=(), means=means, **options)
+    assert (verdict.first_stage, again) == ("gradients", verdict)
 
 
 # --- real cells -------------------------------------------------------------------------------------------------------

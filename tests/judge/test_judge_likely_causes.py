@@ -136,7 +136,7 @@ def test_factor_of_all_advantages_names_group_size(factor: float, words: str) ->
     m = number_off("advantages", "advantage", 0, factor * 0.7, 0.7, unit=0.7, fixed=None)
     scenario = SimpleNamespace(accumulation=1, tier=PRECISIONS["exact"])
     facts: Any = SimpleNamespace(
-        layout=Layout.parse("dp2"), scenario=scenario, tokens=35, clip={}, gradients=(), updates=()
+        layout=Layout.parse("dp2"), scenario=scenario, tokens=35, clip={}, gradients=(), updates=(), oracle=None
     )
     hint = likely_cause(m, facts, allowed=1e-11)
     assert hint.startswith(words) if words[0] == "1" else hint.endswith(words)
@@ -222,6 +222,7 @@ def test_diagnosis_learning_rate_of_other_step_names_step() -> None:
         clip=none,
         gradients=frozenset(),
         updates=frozenset(),
+        oracle=None,
     )
 
     def said(rate: float) -> str:
@@ -392,6 +393,7 @@ def test_the_cause_that_leaves_the_least_error_comes_first() -> None:
         clip={"gradients": 0.5004},
         gradients=frozenset({"gradients"}),
         updates=frozenset(),
+        oracle=None,
     )
     m = number_off("gradients", "a", 0, 0.5004, 1.0, unit=1.0, fixed=None)
     hint = likely_cause(m, facts, allowed=0.01)
