@@ -7,19 +7,16 @@ recipe, also under an alternative name.
 
 import argparse
 import contextlib
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
-from conformance.core import errors
 from conformance.core.errors import UsageError, shown
 from conformance.spec.objectives import BUILT_IN, AdvantageEstimator, LossMode
 from conformance.spec.offline import PreferenceLoss
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import TooLong
-from impl.train.foreign_options import FOREIGN, endings
 from impl.train.rewards import ARITHMETIC, REWARDS
 
 COMMANDS = {
@@ -364,31 +361,6 @@ def _in_range_of(flag: Flag, command: str) -> Flag:
 _RANGES = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}
 
 
-class Parser(errors.Parser):
-    """Parses one of the commands: an unknown option may belong to another command."""
-
-    def unknown(self, option: str) -> str:
-        return unknown_option(option, self.prog.rpartition(" ")[2], written=written)
-
-
-def add_flags(to: argparse.ArgumentParser, command: str) -> None:
-    """Declares a command's options. Options that are not given are not in the namespace."""
-    for flag in flags_of(command).values():
-        notes = [] if flag.default is None or flag.kind is bool else [f"default: {flag.default}"]
-        if flag.bounds.keys() - {"1 or more"}:
-            notes.insert(0, " and ".join(flag.bounds))
-        help = flag.help + (f" ({'; '.join(notes)})" if notes else "")
-        about: dict[str, Any] = {"help": help, "default": argparse.SUPPRESS}
-        if flag.kind is bool:
-            to.add_argument(written(flag.name), action=argparse.BooleanOptionalAction, **about)
-        else:
-            choices = {"choices": flag.choices} if flag.choices else {"metavar": _METAVARS[flag.kind]}
-            to.add_argument(written(flag.name), type=flag.kind, **choices, **about)
-
-
-_METAVARS = {str: "TEXT", int: "N", float: "X"}
-
-
 def merge_values(given: Mapping[str, Value], recipe: Mapping[str, Value]) -> dict[str, Value]:
     """Merges the options of the command line and the recipe; an option overrides all of its alternatives."""
     replaced = {name for names in ALTERNATIVES if not given.keys().isdisjoint(names) for name in names}
@@ -413,29 +385,6 @@ def resolve_options(given: Mapping[str, Value], recipe: Mapping[str, Value], com
         if explicit.get(name) and (reason := flag.unsupported.get(options.backend)):
             raise UsageError(f"--backend {options.backend} does not support {written(name)}: {reason}")
     return options
-
-
-def unknown_option(name: str, command: str, *, written: Callable[[str], str] = str) -> str:
-    """Explains that a command does not have an option. ``written``: how names of options are written."""
-    bare = name.removeprefix("--").removeprefix("no-").replace("-", "_")
-    flags = flags_of(command)
-    typed = next((end for end in endings(bare) if end in FOREIGN or end in FLAGS), "")
-    names, _, difference = (typed if typed in flags else FOREIGN.get(typed, typed)).partition(", ")
-    own = next((each for each in names.split("|") if each in flags), names.split("|")[0])
-    elsewhere = typed if typed in FLAGS and typed not in flags else own
-    if elsewhere in FLAGS and elsewhere not in flags:
-        *commands, last = FLAGS[elsewhere].commands
-        advice = f"{command} has {written(own)}" if own in flags else "leave it out"
-        listed = f"{', '.join(commands)} and {last}" if commands else last
-        return f"{written(elsewhere)} is an option of {listed}, not of {command}; {advice}"
-    if difference and not own:
-        return f"there is no option {shown(name)}: {difference}; leave it out"
-    if own:
-        about = f" ({difference})" if difference else ""
-        return f"there is no option {shown(name)}; in parity train this is {written(own)}{about}"
-    close = difflib.get_close_matches(bare, flags, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(written, close))}?" if close else "see --help for all options"
-    return f"there is no option {shown(name)}; {hint}"
 
 
 def given_values(options: argparse.Namespace, command: str) -> dict[str, Value]:

@@ -8,9 +8,8 @@ import pytest
 from train_runs import TINY, config_of
 
 from conformance.core.errors import UsageError
-from impl.train.command import read_recipe
+from impl.train.command import FOREIGN, read_recipe
 from impl.train.flags import FLAGS
-from impl.train.foreign_options import FOREIGN
 
 
 def test_a_recipe_has_the_names_of_the_options_and_the_command_line_comes_first(tmp_path: Path) -> None:
