@@ -25,7 +25,7 @@ from impl.checkpoints import training_state
 from impl.checkpoints.manifest import verify_part
 from impl.checkpoints.safe_pickle import METADATA, check_sums
 from impl.checkpoints.training_state import WRITTEN, Checkpoint, StoredTensor
-from impl.convert import deepspeed, megatron, torch_distributed
+from impl.convert import deepspeed, torch_distributed
 from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, TensorWriter, replacing_folder
 from impl.models.export import write_folder
 
@@ -109,8 +109,8 @@ DEEPSPEED = Format(
 MEGATRON = Format(
     name="megatron-core's dist_checkpointing",
     converts="with `--model`; layers apart or stacked; no experts",
-    is_in=lambda folder: all((folder / name).exists() for name in (METADATA, megatron.FILE)),
-    open=megatron.open_megatron,
+    is_in=lambda folder: all((folder / name).exists() for name in (METADATA, torch_distributed.MEGATRON_FILE)),
+    open=torch_distributed.open_megatron,
 )
 FSDP2 = Format(
     name="torch.distributed.checkpoint, with a model's Hugging Face names or torchtitan's",
@@ -221,7 +221,7 @@ def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Check
         if model is None:
             raise UsageError(f"{source} is a checkpoint of Megatron, which fuses tensors: add --model")
         with _readable(source):
-            named = megatron.named(source, model)
+            named = torch_distributed.named(source, model)
         yield named
         return
     found = open_as(kind, source)

@@ -13,7 +13,7 @@ from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.oracle.feed_forward import stacked
 from conformance.spec.layout import Layout
-from impl.convert.megatron import named
+from impl.convert.torch_distributed import named
 from impl.interface.sharded_safetensors import SliceReader
 from impl.megatron.hf_mapping import all_parameters, check_weights, grouped_by_tensors, parts
 from impl.megatron.model_config import read_shape
