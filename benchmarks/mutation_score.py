@@ -40,6 +40,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from zlib import crc32
 
+from mutation_table import BLANK, HONEST, JSON, MARKDOWN, QUICK, Row, read_score, to_markdown, write_score
 from pydantic import TypeAdapter
 
 from conformance.backends.faults import Fault, catalogue
@@ -60,7 +61,6 @@ from conformance.spec.observables import is_unread
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
 from impl.faults.declaration import with_program
-from reports.mutation_score import BLANK, HONEST, JSON, MARKDOWN, QUICK, Row, read_score, to_markdown, write_score
 
 Key = tuple[str, str, str, str]  # fault, backend, tier, and the cell of a row without a fault
 JOBS = "jobs.pickle"

@@ -15,11 +15,11 @@ from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
 from conformance.spec.precision import PRECISIONS
 from conformance.spec.scenario import load_scenario
-from reports.mutation_score import BLANK, JSON, QUICK, Row, Score, read_score, to_markdown, write_score
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from mutation_score import written_rows  # noqa: E402
+from mutation_table import BLANK, JSON, QUICK, Row, Score, read_score, to_markdown, write_score  # noqa: E402
 
 FACTS: dict[str, object] = {"date": "2026-11-22", "torch": "2.13.0"}
 HONEST = Row(

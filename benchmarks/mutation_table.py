@@ -1,6 +1,6 @@
 """Counts which planted faults the suite caught, at which stage, and which faults the usual gates would have caught.
 
-benchmarks/mutation_score.py runs the cells; this module counts and prints their rows. The usual gates compare the loss,
+benchmarks/mutation_score.py runs the cells; this module counts and prints the rows. The usual gates compare the loss,
 or the loss and the gradient norm, of two runs. Every cell also runs without a fault, as a control: a gate that also
 raises an alarm for the control has not detected the fault.
 """
