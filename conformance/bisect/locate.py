@@ -1,16 +1,16 @@
 """Finds the first wrong module of a traced cell: forward in execution order, and backward in reverse.
 
-Each value that the ranks have recorded is compared with the oracle's. In the exact tier there is no noise, so a value
-beyond its bound is wrong, and a value within its bound is right. In another tier the bound is as large as rounding can
-be, so only a gross error is found.
+The oracle's values and gradients are those of each of its modules in one optimizer step. Each value that the ranks have
+recorded is compared with them. In the exact tier there is no noise, so a value beyond its bound is wrong, and a value
+within its bound is right. In another tier the bound is as large as rounding can be, so only a gross error is found.
 
 The comparison is a task of a worker group of one rank. If it takes too long or too much memory, only it ends.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,20 +18,107 @@ import torch
 from torch import Tensor
 
 from conformance.bisect.explain import name_ranks
-from conformance.bisect.oracle_capture import Reference, references
 from conformance.judge.tolerance import EXACT
 from conformance.numerics.comparison import common_factor, not_finite, relative, scale_of, times
+from conformance.oracle.primitives import Function, Tap
+from conformance.oracle.run import observe_step
 from conformance.records.record_format import read_lines
 from conformance.records.step_tensors import read_record
 from conformance.results.bisection import Bisected, Direction, First, Key, Side, Wrong, most_telling_first
 from conformance.runtime import RankContext
-from conformance.spec.batch import read_batches
-from conformance.spec.known_defects import parse_defects
+from conformance.spec.batch import Batch, Document, read_batches
+from conformance.spec.known_defects import Defect, parse_defects
 from conformance.spec.observables import Role, model_key
 from conformance.spec.scenario import Scenario, parse_scenario
 from conformance.worker.activation_capture import Piece, read_pieces
 
 PLACES = 4  # most wrong tokens that are named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The oracle's values and gradients of one step.
+
+    values: float64 (tokens, features) by module and side; rows lie end to end. known: bool (tokens,), False in
+    documents without targets, which the oracle does not run. order: inputs and outputs in the order of the forward
+    pass. gradients: those of the parameters. places: the row of each token, and its position in the row.
+    """
+
+    values: dict[Key, Tensor]
+    known: Tensor
+    order: tuple[Key, ...]
+    gradients: dict[str, Tensor]
+    places: tuple[tuple[int, int], ...]
+
+
+def references(
+    *,
+    scenario: Scenario,
+    models: Mapping[str, Path],
+    batches: Sequence[Batch],
+    step: int,
+    weights: Callable[[int, Role], dict[str, Tensor] | None],
+    defects: tuple[Defect, ...] = (),
+) -> dict[str, Reference]:
+    """Runs the oracle on a step, for each trained model, by role; see conformance.oracle.run.observe_step."""
+    batch = batches[step]
+    taps = {role.name: _Recording(batch) for role in scenario.objective.roles if role.trained}
+    observed = observe_step(
+        scenario=scenario, models=models, batches=batches, step=step, weights=weights, taps=taps, defects=defects
+    )
+    places = tuple((row.index, at) for row in batch.rows for at in range(row.length))
+    return {
+        name: Reference(
+            values=tap.values,
+            known=tap.known,
+            order=tuple(tap.order),
+            gradients=observed.gradients[name],
+            places=places,
+        )
+        for name, tap in taps.items()
+    }
+
+
+@dataclass
+class _Recording(Tap):
+    batch: Batch
+    values: dict[Key, Tensor] = field(default_factory=dict)
+    order: dict[Key, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.total = sum(row.length for row in self.batch.rows)
+        self.known = torch.zeros(self.total, dtype=torch.bool)
+
+    def begins(self, documents: Sequence[tuple[int, int, Document]]) -> None:
+        places = []  # -1 where the batch has no token, or the document no target
+        for row, number, document in documents:
+            before = sum(other.length for other in self.batch.rows[:row])
+            start = before + sum(len(one.tokens) for one in self.batch.rows[row].documents[:number])
+            end = start + len(document.tokens)
+            places.append(torch.arange(start, end) if any(document.targets) else torch.full((end - start,), -1))
+        self.at = torch.cat(places)
+        self.known[self.at[self.at >= 0]] = True
+
+    def module(self, name: str, function: Function, x: Tensor) -> Tensor:
+        at = self.at  # gradients arrive when ``self.at`` belongs to another document
+        alias = x.view_as(x)
+        self._keep((name, "input"), at, alias)
+        result = function(alias)
+        self._keep((name, "output"), at, result)
+        return result
+
+    def _keep(self, key: Key, at: Tensor, x: Tensor) -> None:
+        self.order[key] = None
+        self._set(key, at, x.detach())
+        if x.requires_grad:
+            gradient_key = cast(Key, (key[0], f"gradient of the {key[1]}"))
+            x.register_hook(lambda gradient: self._set(gradient_key, at, gradient))
+
+    def _set(self, key: Key, at: Tensor, x: Tensor) -> None:
+        x = x if x.is_floating_point() else x[:, None]
+        if key not in self.values:
+            self.values[key] = torch.zeros(self.total, x.shape[1], dtype=torch.float64)
+        self.values[key][at[at >= 0]] = x[at >= 0].double()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,43 +394,29 @@ def find(
     """Bisects each trained model of a cell that was traced at ``step``; returns JSON values, the most telling first.
 
     oracle: the oracle's record of the cell. traced: the folder of the traced values. bound: of their relative errors.
+    The oracle begins the step with its own weights.
     """
     rank.beat(f"step {step}")
-    found = bisect_traced(
-        scenario=parse_scenario(scenario),
-        models={role: Path(folder) for role, folder in models.items()},
-        batches=Path(batches),
-        oracle=Path(oracle),
-        traced=Path(traced),
-        step=step,
-        bound=bound,
-    )
-    return [asdict(one) for one in found]
-
-
-def bisect_traced(
-    *, scenario: Scenario, models: dict[str, Path], batches: Path, oracle: Path, traced: Path, step: int, bound: float
-) -> tuple[Bisected, ...]:
-    """Does the work of ``find``. The oracle begins the step with its own weights."""
+    parsed, record = parse_scenario(scenario), Path(oracle)
 
     def weights(before: int, role: Role) -> dict[str, Tensor] | None:
         if not before or not role.trained:
             return None
-        return _of_key(model_key(role.prefix, "weight"), oracle, before - 1)
+        return _of_key(model_key(role.prefix, "weight"), record, before - 1)
 
     right = references(
-        scenario=scenario,
-        models=models,
-        batches=read_batches(batches),
+        scenario=parsed,
+        models={role: Path(folder) for role, folder in models.items()},
+        batches=read_batches(Path(batches)),
         step=step,
         weights=weights,
-        defects=parse_defects(read_lines(oracle).header["backend"]["defects"]),
+        defects=parse_defects(read_lines(record).header["backend"]["defects"]),
     )
-    roles = [role for role in scenario.objective.roles if role.trained]
-    gradients = {role.name: _of_key(model_key(role.prefix, "gradient"), traced / "record", step) for role in roles}
-    return most_telling_first(
-        [bisect(name, read_pieces(traced / "trace" / name), gradients[name], right[name], bound) for name in gradients]
-    )
+    roles = [role for role in parsed.objective.roles if role.trained]
+    trace, own = Path(traced) / "trace", Path(traced) / "record"
+    gradients = {role.name: _of_key(model_key(role.prefix, "gradient"), own, step) for role in roles}
+    found = [bisect(name, read_pieces(trace / name), gradients[name], right[name], bound) for name in gradients]
+    return [asdict(one) for one in most_telling_first(found)]
 
 
 def _of_key(key: str, record: Path, step: int) -> dict[str, Tensor]:

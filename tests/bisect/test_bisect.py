@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from conformance.backends.protocol import Traced
 from conformance.bisect.explain import describe
-from conformance.bisect.locate import bisect, compare
-from conformance.bisect.oracle_capture import Reference, references
+from conformance.bisect.locate import Reference, bisect, compare, references
 from conformance.core.host import FIXTURES
 from conformance.data.inputs import FrozenInputs, prepare_inputs
 from conformance.judge.tolerance import largest_rounding

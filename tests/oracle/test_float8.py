@@ -7,7 +7,7 @@ import torch
 from test_oracle import BATCH, FLOAT64, document, folder, policy_model
 from torch import Tensor
 
-from conformance.bisect.oracle_capture import references
+from conformance.bisect.locate import references
 from conformance.models.families import read_architecture
 from conformance.oracle.defects import variant_of
 from conformance.oracle.float8 import (
