@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from conformance.cli.commands import COMMANDS
+from conformance.cli.main import COMMANDS
 from conformance.core import packages
 from conformance.core.errors import Parser, UsageError
 from conformance.records.record_format import Lines, number

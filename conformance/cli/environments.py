@@ -21,7 +21,7 @@ from pathlib import Path
 from conformance.backends.protocol import registered_backends
 from conformance.backends.registry import end_processes
 from conformance.cli import EXIT
-from conformance.cli.commands import COMMANDS
+from conformance.cli.main import COMMANDS
 from conformance.cli.run import output_folder, run_options
 from conformance.core.environments import Environment, Made, Unmade, make_environment, read_environments, releases
 from conformance.core.errors import Parser, UsageError, did_you_mean

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from conformance.backends import registry
 from conformance.backends.protocol import find_backend
 from conformance.cli import main as cli
-from conformance.cli.commands import command_names
+from conformance.cli.main import command_names
 from conformance.core.host import FIXTURES, HostResources, host_resources_of
 from conformance.data import inputs as frozen_inputs
 from conformance.matrix.options import GROUPS

@@ -434,7 +434,7 @@ def options(case: Case) -> Use:
 
 
 def cli_command(name: str) -> Any:
-    from conformance.cli.commands import find_command
+    from conformance.cli.main import find_command
 
     return find_command(name)
 
