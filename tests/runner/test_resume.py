@@ -2,17 +2,10 @@
 
 import json
 import os
-import resource
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +14,13 @@ from cells import exhaustive
 from plain_backend import Plain
 from plain_profile import SCENARIO
 
-import impl
 from conformance.backends import registry
 from conformance.backends.protocol import Support
-from conformance.backends.registry import code_of
 from conformance.cli import main as cli
 from conformance.cli import run as cli_run
 from conformance.core import io, packages
-from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.core.io import is_unused, locked, owned
+from conformance.core.io import is_unused, owned
 from conformance.results.run_results import read_run
 from conformance.results.verdict import FAILED_BEFORE, NOT_STARTED, OTHER_CODE
 from conformance.spec.layout import Layout
@@ -338,109 +328,6 @@ def test_after_a_mend_no_verdict_of_the_code_before_counts(
     assert (status, "running 2 cells" in said) == (0, True), said
 
 
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Callable[[], str]]]:
-    """A folder with an adapter in a package without __init__.py, and what digests its code, which nobody imported."""
-    modules = {*sys.modules}
-    for name, text in {
-        "mine/adapters/own.py": "class Own: pass",
-        "mine/adapters/lazy.py": "",
-        "mine/trainer/core/step.py": "",
-        "elsewhere/shared/__init__.py": "",
-        "elsewhere/other.py": "",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    for folder in ("elsewhere", "mine"):
-        monkeypatch.syspath_prepend(tmp_path / folder)
-    yield tmp_path, lambda: code_of(import_module("adapters.own").Own)
-    for name in {*sys.modules} - modules:
-        del sys.modules[name]
-
-
-@pytest.mark.parametrize("changed", ["adapters/own.py", "adapters/lazy.py", "trainer/core/step.py", "new.py"])
-def test_code_of_a_backend_is_what_lies_beside_it_imported_or_not(
-    changed: str, project: tuple[Path, Callable[[], str]]
-) -> None:
-    folder, digest = project
-    before = digest()
-    import_module("adapters.lazy")
-    assert digest() == before
-    (folder / "mine" / changed).write_text("# changed")
-    assert digest() != before
-    moved = digest()
-    (folder / "mine" / changed).rename(folder / "mine" / "trainer" / "moved.py")
-    assert digest() != moved
-
-
-def test_code_of_a_backend_has_the_packages_elsewhere_that_it_imports(project: tuple[Path, Callable[[], str]]) -> None:
-    folder, digest = project
-    import_module("shared")
-    before = digest()
-    (folder / "elsewhere" / "other.py").write_text("# which nobody imports")
-    assert digest() == before
-    (folder / "elsewhere" / "shared" / "lazy.py").write_text("# which is imported later")
-    assert digest() != before
-
-
-def test_code_of_an_installed_backend_is_its_package(
-    project: tuple[Path, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = project[0] / "site-packages"
-    for name in ("installed_adapter", "its_library"):
-        (installed / name).mkdir(parents=True)
-        (installed / name / "__init__.py").write_text("class Own: pass")
-    monkeypatch.syspath_prepend(installed)
-    import_module("its_library")
-    own = import_module("installed_adapter").Own
-    before = code_of(own)
-    (installed / "its_library" / "__init__.py").write_text("# whose version a run may record")
-    assert code_of(own) == before
-    (installed / "installed_adapter" / "lazy.py").touch()
-    assert code_of(own) != before
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        ".hidden/a.py",
-        "venv/lib/a.py",
-        "deps/site-packages/a.py",
-        "target/a.py",
-        "out/inputs/llama/a.py",
-        "suite/tests/a.py",
-        "impl/a.py",
-        "notes.txt",
-    ],
-)
-def test_what_is_no_code_of_a_backend(path: str, project: tuple[Path, Callable[[], str]]) -> None:
-    """Environments, results and checkouts of the suite, in one of which the adapter may lie, too."""
-    folder, digest = project
-    mine = folder / "mine"
-    for name in (
-        "venv/pyvenv.cfg",
-        "out/summary.json",
-        "suite/conformance/backends/registry.py",
-        "conformance/backends/registry.py",
-    ):
-        (mine / name).parent.mkdir(parents=True)
-        (mine / name).touch()
-    for name in ("out/cells", "target/more-1.0.dist-info"):
-        (mine / name).mkdir(parents=True)
-    before = digest()
-    (mine / path).parent.mkdir(parents=True, exist_ok=True)
-    (mine / path).write_text("# changed")
-    assert digest() == before
-
-
-def test_another_checkout_of_the_suite_is_no_code_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where one is installed and another one is on the path, in which somebody works."""
-    before = code_of(Flaky)
-    (tmp_path / "more.py").write_text("MORE = 1\n")
-    monkeypatch.setattr(impl, "__path__", [*impl.__path__, str(tmp_path)])
-    assert code_of(Flaky) == before
-
-
 def test_a_run_of_too_much_code_says_that_it_cannot_be_resumed(
     run_own: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -452,17 +339,6 @@ def test_a_run_of_too_much_code_says_that_it_cannot_be_resumed(
     assert told in caplog.text
     status, said = run_own("--resume", str(out))
     assert (status, told in said, "give a new --out" in said) == (2, True, True), said
-
-
-def test_too_many_folders_have_no_digest(
-    project: tuple[Path, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, digest = project
-    monkeypatch.setattr(packages, "MOST_FILES", 1000)  # of which there are fewer files
-    assert not digest().startswith(registry.UNKNOWN)
-    for i in range(1000):
-        (folder / "mine" / str(i)).mkdir()
-    assert digest().startswith(registry.UNKNOWN)
 
 
 def test_a_run_that_does_not_say_what_it_read_is_not_continued(
@@ -489,49 +365,6 @@ def test_folder_in_use_is_refused_with_its_owner(
     assert f"{run} is in use by process {os.getpid()} on " in said
     assert ": parity run --profile mine; wait for its end" in said
     assert _contents(run) == before
-
-
-def test_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
-    code = "import sys, os; from pathlib import Path; from conformance.core.io import owned\n"
-    code += "with owned(Path(sys.argv[1]), owner='run'): os.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -signal.SIGKILL
-    assert (tmp_path / "lock").is_file()
-    with owned(tmp_path, owner="another"):
-        assert (tmp_path / "lock").read_text().endswith(": another")
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_lock_that_was_waited_for_holds_out_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its former owner removes the file: the next owner must not hold a file that nobody else finds."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait_for_it() -> None:
-        with owned(tmp_path, owner="second"):
-            entered.set()
-            leave.wait(10)
-
-    waiter = threading.Thread(target=wait_for_it)
-    with owned(tmp_path, owner="first"):
-        waiter.start()
-        time.sleep(0.1)
-    assert entered.wait(10)
-    monkeypatch.setattr(io, "_LOCK_S", 0.0)
-    with pytest.raises(UsageError, match=r"in use by process .*: second"), owned(tmp_path, owner="third"):
-        pass
-    leave.set()
-    waiter.join()
-
-
-def test_a_folder_on_a_full_disk_is_told_and_left_free(tmp_path: Path) -> None:
-    """A limit of file sizes is a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(io.Unwritable, match="lock cannot be written"), owned(tmp_path, owner="one"):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list(tmp_path.iterdir())
 
 
 def test_run_begins_in_a_folder_with_a_dead_lock(
@@ -587,23 +420,3 @@ def test_resume_refuses_links_and_pipes_in_the_folder(
 
 def _contents(path: Path) -> dict[str, bytes]:
     return {str(one): one.read_bytes() for one in (path, *path.rglob("*")) if one.is_file()}
-
-
-def test_lock_does_not_follow_a_link_or_empty_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("precious")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    with pytest.raises(UsageError, match="link is not a file"), locked(tmp_path / "link"):
-        pass
-    with locked(tmp_path / "file"):
-        pass
-    assert (tmp_path / "file").read_text() == "precious"
-
-
-def test_lock_that_stays_held_names_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "_WAIT_S", 0.1)
-    with (
-        locked(tmp_path / "lock"),
-        pytest.raises(UsageError, match=rf"lock is held by process {os.getpid()} for 0\.1 s"),
-        locked(tmp_path / "lock"),
-    ):
-        pass
