@@ -62,7 +62,7 @@ def tensor_at_step(quantity: Quantity) -> str:
 def first_finding(cell: Cell) -> Quantity | None:
     """Returns the worst finding of the first stage and step that differ, in causal order; None without findings."""
     first = [f for f in cell.findings if (f.stage, f.step) == (cell.findings[0].stage, cell.findings[0].step)]
-    return max(first, key=lambda f: f.ratio, default=None)
+    return max(first, key=lambda f: f.urgency, default=None)
 
 
 def worst_first(cell: Cell) -> list[Quantity]:
@@ -72,7 +72,7 @@ def worst_first(cell: Cell) -> list[Quantity]:
     if not first:
         return []
     begins = [f for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)]
-    return sorted(begins, key=lambda f: -f.ratio) + [f for f in cell.findings if f not in begins]
+    return sorted(begins, key=lambda f: f.urgency, reverse=True) + [f for f in cell.findings if f not in begins]
 
 
 def likely_causes(cell: Cell) -> dict[str, str]:
@@ -90,8 +90,7 @@ def circumstances(cell: Cell) -> str:
     """Returns the reason of a cell without its first difference, which is shown elsewhere; all of it without one."""
     if not (first := first_finding(cell)):
         return cell.reason
-    worst = max((f for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)), key=lambda f: f.urgency)
-    _, found, more = cell.reason.partition(str(worst))
+    _, found, more = cell.reason.partition(str(first))
     return more.removeprefix("; ") if found else cell.reason
 
 

@@ -14,16 +14,18 @@ import pytest
 from report_sample import CRASHED, DIFFERS, LATE, change, entries_of, entry_of, rewrite, sample_cell
 
 from conformance.core.host import CHECKOUT
+from conformance.judge.verdict import _difference
 from conformance.results.bisection import OUTSIDE
 from conformance.results.verdict import Quantity, State, off
 from conformance.spec.objectives import Ppo, all_observables
+from conformance.spec.observables import AGAINST_REBUILT
 from reports.html import linked, write_html
 from reports.load import MENTION, Cell, findings, read_report
 from reports.markdown import write_markdown
 from reports.page_data import Shared, cell_data
 from reports.summary import causes, headline
 from reports.tables import mutation_score
-from reports.wording import circumstances, likely_causes
+from reports.wording import circumstances, explain, likely_causes, worst_first
 
 LARGER = DIFFERS.replace("dp2.tp2", "dp4.tp2.seqpar")
 SMALLER = DIFFERS.replace("dp2.tp2", "tp2")
@@ -107,6 +109,20 @@ def test_hints_of_later_stages_are_no_likely_causes(out: Path) -> None:
     assert list(likely_causes(next(c for c in read_report(out).cells if c.id == SMALLER)).values()) == [
         "model.layers.1.self_attn.o_proj.bias"
     ]
+
+
+def test_reports_name_the_worst_tensor_that_the_reason_names(out: Path) -> None:
+    entry = entry_of(out, SMALLER)
+    worst = entry.verdict.findings[0]
+    rebuilt = replace(worst, tensor=worst.tensor + AGAINST_REBUILT, observed=math.inf, hint="")
+    found = replace(entry.verdict, quantities=(rebuilt, *entry.verdict.quantities))
+    change(out, SMALLER, verdict={"reason": _difference(found, ["and more"]), "quantities": found.quantities})
+    cell = next(cell for cell in read_report(out).cells if cell.id == SMALLER)
+    assert f"worst: {worst}" in cell.reason
+    assert worst_first(cell)[:2] == [worst, rebuilt]
+    assert circumstances(cell) == "and more"
+    assert worst.tensor in explain(cell)
+    assert AGAINST_REBUILT not in explain(cell)
 
 
 def test_reason_of_a_failing_cell_is_said_once(out: Path) -> None:
