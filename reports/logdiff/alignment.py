@@ -21,6 +21,7 @@ from reports.logdiff.metrics import (
     is_known,
     is_of_rank,
     is_rate,
+    plain_name,
 )
 from reports.logdiff.rows import COUNTED
 from reports.logdiff.run import SHOWN, Curve, Floats, Run
@@ -165,10 +166,11 @@ def _without_steps(runs: Sequence[Run]) -> str:
             if any(_same(run.curves[name], other.curves[name], 0.0)[:SEVERAL].all() for name in shared):
                 continue
             where = f"{plural(steps, 'line')} of {other.name}, which names none either,"
+        epochs = ", only epochs" if "epoch" in map(plain_name, run.ignored) else ""
         return (
-            f"{run.name} names no steps, and nothing tells which of the {where} its {plural(lines, 'line')} are; give a"
-            " log that names steps, such as the Trainer's trainer_state.json, or say that each line is a step:"
-            f" {run.name}@0"
+            f"{run.name} names no steps{epochs}, and nothing tells which of the {where} its {plural(lines, 'line')}"
+            " are; give a log that names steps, such as the Trainer's trainer_state.json, or say that each line is a"
+            f" step: {run.name}@0"
         )
     return ""
 

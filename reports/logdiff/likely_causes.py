@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conformance.numerics.comparison import whole_number
+from reports.logdiff.metrics import is_rate
 from reports.logdiff.run import Floats
 from reports.wording import percent, plural
 
@@ -208,6 +209,7 @@ class Evidence:
 
 ALONE = "alone"  # of one position
 LOSSES = ("loss", "policy_loss")
+DIVERGENCES = ("kl", "ppo_kl")
 
 
 def likely_causes(evidence: Evidence) -> tuple[LikelyCause, ...]:
@@ -276,6 +278,19 @@ def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
             f"{_square_root(of_norm)}",
             weight=0.85,
         )
+
+
+def _other_factors(evidence: Evidence) -> Iterator[LikelyCause]:
+    """Look for a constant factor of any other metric, such as a KL divergence, which training need not show."""
+    for metric in (name for name in evidence.firsts if name not in ("loss", "grad_norm") and not is_rate(name)):
+        if found := _steady(evidence.ratio(metric), evidence):
+            how = "another estimator (k1, k2 or k3), or a coefficient" if metric in DIVERGENCES else "a coefficient"
+            yield LikelyCause(
+                name="factor of a metric",
+                text=f"the {metric} is {_in_words(found, evidence)}: {how} in one of the numbers, or a sum instead of a"
+                " mean over tokens, responses or ranks",
+                weight=0.7,
+            )
 
 
 def _steady(d: Floats | None, evidence: Evidence) -> Factor | None:
@@ -446,6 +461,7 @@ GUESSES: tuple[Callable[[Evidence], Iterator[LikelyCause]], ...] = (
     _not_finite,
     _averaged,
     _factors,
+    _other_factors,
     _jump,
     _data_order,
     _growing,

@@ -232,7 +232,7 @@ def test_line_numbers_are_steps_only_beside_as_many_steps(
         assert diff(*logs) == code
         told = capsys.readouterr().out
         which = f"the 20 steps of steps.jsonl ({every} to {20 * every}) its {lines} lines are; give a log that names"
-        assert (f"hf.log names no steps, and nothing tells which of {which}" in told) == bool(code)
+        assert (f"hf.log names no steps, only epochs, and nothing tells which of {which}" in told) == bool(code)
 
 
 @pytest.mark.parametrize(

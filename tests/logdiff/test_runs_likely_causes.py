@@ -219,6 +219,21 @@ def test_another_order_of_the_data_has_the_same_mean_and_unrelated_noise() -> No
     assert "data order" not in names({"loss": 0}, loss=(a, 1.2 * b))
 
 
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [("kl", "another estimator (k1, k2 or k3), or a coefficient in"), ("entropy", ": a coefficient")],
+)
+def test_a_factor_of_a_metric_that_is_no_loss(metric: str, words: str) -> None:
+    values = 0.01 * STEPS * (1 + NOISE[0])
+    own = {metric: (values, 1.4 * values * (1 + 0.1 * NOISE[1]))}
+    (cause,) = likely_causes(evidence_of({metric: 0}, seeds=False, loss=(LOSS, LOSS), **own))
+    assert cause.text.startswith(f"the {metric} is 1.4")
+    assert "times larger on side B" in cause.text
+    assert words in cause.text
+    own = {metric: (values, values * (1 + NOISE[1] + STEPS / 100))}
+    assert names({metric: 0}, seeds=False, loss=(LOSS, LOSS), **own) == []
+
+
 def test_where_nothing_fits_there_is_no_likely_cause() -> None:
     noisy = LOSS * (1 + NOISE[0])
     assert names({"loss": 3}, loss=(noisy, noisy * (1 + 0.2 * np.sin(STEPS / 5)))) == []
