@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ _NOT_HERE = (
     "none is visible here: whether there are enough for each cell, and whether their machine has this memory and disk, "
     "is not known"
 )
+MOST_REASONS = 5  # that are shown for cells that are refused
 _SIDE, _TIMES = 384, 5  # size and number of the matrix products that measure a processor
 
 
@@ -83,7 +84,13 @@ def _plan(
         with Session(config) as session:
             refused = [(cell, session.refusal(cell, plans=True)) for cell in cells]
     # The verdict of a cell that only lacks GPUs is "not_run".
-    supported = [cell for cell, why in refused if why is None or (elsewhere and why.state == "not_run")]
+    reasons: dict[str, list[str]] = {}
+    supported = []
+    for cell, why in refused:
+        if why is None or (elsewhere and why.state == "not_run"):
+            supported.append(cell)
+        else:
+            reasons.setdefault(f"{NOT_HERE.get(why.state, STATES[why.state].name)}: {why.reason}", []).append(str(cell))
     if planned is not None:
         supported = [cell for cell in supported if not _names_default(cell)]
     if not supported:
@@ -113,6 +120,7 @@ def _plan(
     lines += [
         "",
         f"cells   {len(supported)} of {len(cells)} are supported; {duration}",
+        *_refusals(reasons),
         f"memory  {needs.total.host / GB:.1f} GB at the peak{memory}",
         f"disk    {needs.total.disk / GB:.1f} GB of records and {needs.total.cache / GB:.1f} GB of oracles in the cache"
         f"{cached}{disk}; tensors of cells that conform are removed",
@@ -138,6 +146,16 @@ def _plan(
         *(f"may not fit: {message}" for message in needs.doubtful),
     ]
     return lines, not needs.impossible
+
+
+def _refusals(reasons: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yields a line for each of the most frequent ``reasons`` why cells are refused, with the first of its cells."""
+    most = sorted(reasons.items(), key=lambda one: -len(one[1]))
+    for reason, cells in most[:MOST_REASONS]:
+        others = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+        yield f"        {cells[0]}{others}: {reason}"
+    if more := most[MOST_REASONS:]:
+        yield f"        {sum(len(cells) for _, cells in more)} more cells, for other reasons: parity list shows them"
 
 
 def _names_default(cell: Cell) -> bool:

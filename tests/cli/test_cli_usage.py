@@ -289,9 +289,11 @@ def test_a_machine_without_gpus_plans_for_one_that_has_some(
     )
     chosen = [*PLAIN, "--profile", profile(tmp_path, layouts='["dp2", "pp2", "dp4"]')]
     assert cli.main(["plan", *chosen, "--device", "cuda"]) == 0
-    _, two, four, _, cells, memory, disk, gpus = capsys.readouterr().out.splitlines()
+    _, two, four, _, cells, why, memory, disk, gpus = capsys.readouterr().out.splitlines()
     assert [line.split()[0].split("/")[3] for line in (two, four)] == ["dp2", "dp4"]
     assert cells.startswith("cells   2 of 3 are supported")  # pp2 is refused by the backend, on any machine
+    assert why.split()[0].split("/")[3] == "pp2"
+    assert ": unsupported: " in why
     assert "free" not in memory + disk
     assert gpus.startswith("gpus    none is visible here: whether there are enough")
     assert cli.main(["plan", *chosen]) == 2, "on the CPU it would be this machine"
@@ -305,7 +307,8 @@ def test_plan_lists_fitting_layouts_of_gpus(capsys: pytest.CaptureFixture[str]) 
 
     def planned(*more: str, code: int = 0) -> tuple[dict[str, float], list[str]]:
         assert cli.main([*chosen, *more]) == code
-        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        lines = capsys.readouterr().out.splitlines()
+        rows = [line.split() for line in lines if not line.startswith(" ")]
         cells = {row[0].split("/")[3]: row for row in rows if row and "/" in row[0]}
         return {layout: float(row[1]) for layout, row in cells.items()}, [row[2] for row in cells.values()]
 

@@ -287,10 +287,11 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_started(
 
 def test_a_plan_tells_every_supported_cell_and_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--backend", "plain_backend:Plain", "--profile", write_profile(tmp_path)]) == 0
-    head, line, _, cells, memory, disk = capsys.readouterr().out.splitlines()
+    head, line, _, cells, why, memory, disk = capsys.readouterr().out.splitlines()
     assert head.split() == ["cell", "GB", "a", "rank", "oracle", "in", "all", "GB", "of", "disk", "time"]
     assert line.startswith("tiny/llama/plain/dp2/fp32 ")
     assert cells.startswith("cells   1 of 2 are supported")
+    assert why.startswith("        tiny/llama/plain/pp2/fp32: unsupported: ")
     assert memory.startswith("memory  ")
     assert disk.startswith("disk    ")
 
