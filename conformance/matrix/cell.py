@@ -161,9 +161,15 @@ class Cell:
 
     @cached_property
     def oracle_request(self) -> list[Any]:
-        """Returns, as JSON, what the oracle run of this cell depends on; the cell's precision is not part of it."""
-        scenario = scenario_to_json(self.scenario.reference)
+        """Returns, as JSON, what the oracle run of this cell depends on.
+
+        Of the cell's precision that is the format in which weights are stored without masters: training begins with
+        weights that are rounded to it.
+        """
+        scenario, stored = scenario_to_json(self.scenario.reference), self.scenario.tier.stored
         parts: list[Any] = [{key: value for key, value in scenario.items() if key not in ("name", "precision")}]
+        if stored:
+            parts[0]["stored"] = stored.name
         merges = [list(self.merges)] if self.merges else []
         return [*parts, list(self.restarts), *merges] if self.restarts else parts
 

@@ -38,6 +38,18 @@ def test_rounding_to_the_nearest_number_conforms(session: Session) -> None:
     assert {str(tensor.dtype) for tensor in record.loaded.tensors().values()} == {"torch.bfloat16"}
 
 
+def test_cells_with_masters_and_without_have_references_of_their_own(session: Session) -> None:
+    """Without masters training begins with rounded weights, in every precision that stores weights so."""
+    precisions: tuple[PrecisionName, ...] = ("bf16", "exact", NEAREST, RANDOM)
+    cells = [cell_of("fsdp2", "sft-packed", "llama", "dp2", one, steps=3, **SIZE) for one in precisions]
+    half, exact, nearest, random = (session._oracles.folder(cell) for cell in cells)
+    assert (half, nearest) == (exact, random)
+    assert half != nearest
+    for cell in cells[1:3]:
+        verdict = session.run(cell).verdict
+        assert verdict.state == "conforms", verdict.reason
+
+
 @pytest.mark.parametrize(
     "layout", ["dp2.zero2", slow("dp2.zero1"), slow("dp2.zero3"), slow("dp2.tp2.zero2"), slow("dp2.zero3.ckpt.manual")]
 )
