@@ -117,9 +117,16 @@ def cells_of_named_tables(profile: str) -> list[Cell]:
 def test_tables_that_name_a_backend_hold_cells_that_it_supports(
     monkeypatch: pytest.MonkeyPatch, profile: str, backend: str
 ) -> None:
-    """On a machine that has what the profile is for, such as TransformerEngine and the newest torch."""
+    """On a machine that has what the profile is for: TransformerEngine, GPUs that multiply in float8, torchao 0.18, and
+    the newest torch."""
     monkeypatch.setattr("impl.megatron.refusals.is_installed", lambda package: True)
+    monkeypatch.setattr("impl.megatron.refusals.machine_refused", lambda layout: "")
+    monkeypatch.setattr("impl.megatron.refusals.is_older", lambda *version: False)
     monkeypatch.setattr("impl.fsdp2.adapter.is_older", lambda *version: False)
+    monkeypatch.setattr("impl.fsdp2.adapter.find_spec", lambda package: True)
+    monkeypatch.setattr("impl.fsdp2.float8.find_spec", lambda package: True)
+    monkeypatch.setattr("impl.fsdp2.float8.package_version", lambda package: "0.18.0")
+    monkeypatch.setattr("impl.fsdp2.float8.is_older", lambda package, *version: version > (0, 18))
     mine = [cell for cell in cells_of_named_tables(profile) if backend in {phase.backend.name for phase in cell.phases}]
     assert mine
     adapter = find_backend(backend).load()
