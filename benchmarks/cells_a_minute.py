@@ -28,9 +28,9 @@ from conformance.runner import placement
 from conformance.runner.earlier_run import environment
 from conformance.runtime import Outcome, Pool
 from conformance.runtime.gpu_inventory import gpus_of
-from conformance.runtime.pool import _Threaded
+from conformance.runtime.pool import Lane, _Threaded, failed
 from conformance.runtime.preload_server import environment as environment_of_ranks
-from conformance.runtime.slots import Block, Lane, SlotPool, Starter, failed
+from conformance.runtime.worker_groups import Block, SlotPool, Starter
 
 BY_TORCHRUN = "--by-torchrun"
 
@@ -91,7 +91,7 @@ class TorchrunLane(Lane):
         self._block = block
 
     def run(self, **call: Any) -> Outcome:
-        """See conformance.runtime.slots.Lane.run."""
+        """See conformance.runtime.pool.Lane.run."""
         if call["task"] != TASK:
             return super().run(**call)
         config, log_dir, began = call["config"], Path(call["log_dir"]), time.monotonic()

@@ -4,11 +4,10 @@ Importing torch and building a process group takes longer than a tiny cell, so r
 hangs, raises or runs out of memory ends its task with a reason, a log and a stack, and does no harm to another task.
 Linux only, because it uses fork, /proc, memfd_create and PR_SET_PDEATHSIG.
 
-    pool.py               the interface for callers: on this host, or on leased slots
-    slots.py              live worker groups on one block of slots, one for each backend and size
+    pool.py               the interface for callers; live worker groups, on this host or on leased slots
     watchdog.py           watches one task, and decides when it hangs
     failure.py            the text of a failure, and the last collectives of each rank while it hangs
-    worker_groups.py      which worker group a task wants; handles of worker groups and of what starts them
+    worker_groups.py      which worker group a task wants; handles of worker groups, what starts them, and slots
     preload_server.py     the process that imports what all forkservers share, and forks them
     forkserver.py         the process that imports a backend once, forks ranks and reaps them
     forkserver_client.py  the controller's handles of forkservers
@@ -25,8 +24,7 @@ This package does not import torch before a rank or a forkserver does.
 """
 
 from conformance.runtime.messages import Device, RankContext, beat, mark
-from conformance.runtime.pool import Pool
-from conformance.runtime.slots import Outcome
+from conformance.runtime.pool import Outcome, Pool
 from conformance.runtime.worker_groups import WorkerGroupConfig
 
 __all__ = ["Device", "Outcome", "Pool", "RankContext", "WorkerGroupConfig", "beat", "mark"]

@@ -19,8 +19,15 @@ from conformance.core.timeline import timeline
 from conformance.runtime.failure import StartError, exit_words
 from conformance.runtime.messages import Device, Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_forkserver
-from conformance.runtime.slots import Slot
-from conformance.runtime.worker_groups import Child, WorkerGroup, WorkerGroupConfig, check_host, start_child, too_small
+from conformance.runtime.worker_groups import (
+    Child,
+    Slot,
+    WorkerGroup,
+    WorkerGroupConfig,
+    check_host,
+    start_child,
+    too_small,
+)
 
 _FORKSERVER = "conformance.runtime.forkserver"
 _STARTED_LIMIT_S = 30.0  # a forkserver only forks

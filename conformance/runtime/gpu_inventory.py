@@ -27,7 +27,7 @@ from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.runtime.forkserver import NETWORK
-from conformance.runtime.slots import Block, Slot
+from conformance.runtime.worker_groups import Block, Slot
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SAMPLED_S = 1.0

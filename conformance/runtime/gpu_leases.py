@@ -39,7 +39,7 @@ from types import MappingProxyType
 from conformance.core.errors import UsageError
 from conformance.core.io import lock
 from conformance.runtime.gpu_inventory import VISIBLE, gpu_of, gpus_of, memory_of_gpus
-from conformance.runtime.slots import Block, Lease
+from conformance.runtime.worker_groups import Block, Lease
 
 
 class Busy:

@@ -31,7 +31,7 @@ from conformance.runtime.gpu_leases import (
     leases_by_process,
 )
 from conformance.runtime.mps import Mps
-from conformance.runtime.slots import Block, Lease, NoLease, Starter
+from conformance.runtime.worker_groups import Block, Lease, NoLease, Starter
 
 _TICK_S = 0.1  # between looks for leases that other processes released, and for lost slots
 _REPORT_S = 30.0  # until the first report of a wait, and between later ones
@@ -61,7 +61,7 @@ class LeasedSlots:
         raise NotImplementedError
 
     def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
-        """See conformance.runtime.slots."""
+        """See conformance.runtime.worker_groups.SlotPool."""
         return []
 
     def starter(self, block: Block) -> Starter:
@@ -73,11 +73,11 @@ class LeasedSlots:
 
     @property
     def service(self) -> int:
-        """See conformance.runtime.slots."""
+        """See conformance.runtime.worker_groups.SlotPool."""
         return 0
 
     def has_failed(self, service: int) -> bool:
-        """See conformance.runtime.slots."""
+        """See conformance.runtime.worker_groups.SlotPool."""
         return False
 
     def _ticket(self, names: Block, size: int) -> Ticket:

@@ -1,4 +1,4 @@
-"""Controls worker groups, and the processes that start them.
+"""Controls worker groups, and the processes that start them; declares the slots that they lease.
 
 However the controller ends, these processes notice (their sockets close, and the kernel signals them) and end their
 ranks.
@@ -11,10 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from conformance.core.io import no_link
 from conformance.core.process import effort, process_state, processor_seconds, signal_process
@@ -311,3 +311,86 @@ def check_host(size: int, *, memory: int) -> None:
     if size * RANK_BYTES > memory:
         needs = f"each needs more than {RANK_BYTES // 2**20} MiB of memory, and {memory // 2**20} MiB are free"
         raise too_small(size, f"{needs}, enough for {max(1, memory // RANK_BYTES)}")
+
+
+class Starter(Protocol):
+    """Starts the worker groups of a lane (conformance.runtime.forkserver_client.Forkservers, or several hosts)."""
+
+    def start(self, config: WorkerGroupConfig) -> WorkerGroup:
+        """Starts a worker group. Raises StartError."""
+
+    def prepare(self, config: WorkerGroupConfig) -> None:
+        """Prepares the start of a worker group of this config in the background. Raises nothing."""
+
+    def terminate(self) -> None:
+        """Ends all current and later worker groups, from another thread."""
+
+    def close(self) -> object:
+        """Ends all started processes."""
+
+
+Block = tuple[str, ...]  # names of slots, such as the UUIDs of GPUs
+
+
+class NoLease(Exception):
+    """Says that a task got no slots. The message is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Assigns a GPU to a rank. gpu: its index among the visible GPUs. host: the host name that NCCL gets; empty: the
+    real one."""
+
+    gpu: int
+    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Gives this process the slots of ``block`` until it, and all other holders of the descriptors, close them."""
+
+    block: Block
+    fds: tuple[int, ...]
+
+    def release(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class SlotPool(Protocol):
+    """Leases slots, one for each rank of a worker group. Threads share it."""
+
+    def lease(
+        self,
+        who: str,
+        config: WorkerGroupConfig,
+        *,
+        prefer: Collection[Block],
+        limit_s: float,
+        is_over: Callable[[], bool],
+        everything: bool = False,
+    ) -> Lease:
+        """Waits for the slots of a worker group. ``prefer``: blocks that are tried before others. ``everything``: all
+        slots of a host. Raises NoLease."""
+
+    def give_back(self, lease: Lease) -> None: ...
+
+    def blocks_ahead(self, config: WorkerGroupConfig) -> Collection[Block]:
+        """Returns the blocks that a worker group may lease, if they are known before and it helps to prepare them."""
+
+    def starter(self, block: Block) -> Starter:
+        """Returns the object that starts worker groups on these slots."""
+
+    @property
+    def holds_gpus(self) -> bool:
+        """Whether a slot has memory of its own, so that of all worker groups on it one may be alive."""
+
+    @property
+    def service(self) -> int:
+        """The number of what all ranks on these slots use, the daemon of MPS; another one has another number."""
+
+    def has_failed(self, service: int) -> bool:
+        """Returns whether this service has failed, so that a task failed for that; if so, starts another one."""
+
+    def close(self) -> None:
+        """Ends what the starters share, after all of them are closed."""

@@ -45,8 +45,8 @@ class RankSpec:
     """Holds everything that a rank needs to start, as plain JSON values. The three file descriptors are inherited.
 
     first, local_size: the first rank of this host, and the number of its ranks. gpu, host: see
-    conformance.runtime.slots.Slot. store: the address of the store of ranks on several hosts; None for ranks of one
-    host, whose store is a file.
+    conformance.runtime.worker_groups.Slot. store: the address of the store of ranks on several hosts; None for ranks of
+    one host, whose store is a file.
     """
 
     local_rank: int

@@ -36,7 +36,7 @@ from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder, leases_by_process
 from conformance.runtime.leased_slots import Gpus
 from conformance.runtime.preload_server import absolute_path
-from conformance.runtime.slots import NoLease
+from conformance.runtime.worker_groups import NoLease
 
 GPUS = ("GPU-a", "GPU-b")
 _numbers = itertools.count()

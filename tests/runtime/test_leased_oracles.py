@@ -27,7 +27,7 @@ from conformance.runtime.failure import FailureKind
 from conformance.runtime.gpu_inventory import gpu_of, shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder
 from conformance.runtime.leased_slots import Gpus
-from conformance.runtime.slots import Lease, NoLease
+from conformance.runtime.worker_groups import Lease, NoLease
 
 
 @pytest.fixture(autouse=True)

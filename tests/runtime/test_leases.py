@@ -15,7 +15,7 @@ from worker_group_helpers import is_dead_soon
 from conformance.core.errors import UsageError
 from conformance.runtime.gpu_inventory import Gpu, gpu_of, network_of, shares_of, slots_of, visible_gpus, visible_to
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder
-from conformance.runtime.slots import Lease, Slot
+from conformance.runtime.worker_groups import Lease, Slot
 
 GPUS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
 # The last GPU is divided into parts.

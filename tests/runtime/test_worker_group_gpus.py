@@ -17,7 +17,7 @@ from worker_group_helpers import is_gone, results
 from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.runtime.leased_slots import Gpus
-from conformance.runtime.slots import KEPT_BYTES
+from conformance.runtime.pool import KEPT_BYTES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 _numbers = itertools.count()

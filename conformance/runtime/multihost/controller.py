@@ -20,8 +20,7 @@ from conformance.runtime.leased_slots import LeasedSlots
 from conformance.runtime.messages import Message, Wire, wire_pair
 from conformance.runtime.multihost.host import Wanted
 from conformance.runtime.multihost.relay import JoinedHost, Relay
-from conformance.runtime.slots import Block, NoLease
-from conformance.runtime.worker_groups import MOST_RANKS, Handle, WorkerGroup, too_small
+from conformance.runtime.worker_groups import MOST_RANKS, Block, Handle, NoLease, WorkerGroup, too_small
 
 _ANSWER_MARGIN_S = 60.0  # hosts import before they start ranks, and say themselves when an import hangs
 _STOP_LIMIT_S = 10.0

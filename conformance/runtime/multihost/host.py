@@ -43,8 +43,7 @@ from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_
 from conformance.runtime.gpu_leases import Ticket, lease_folder
 from conformance.runtime.messages import LIVE_S, LOST_S, Closed, Garbage, Message, Wire, readable, take, wire_pair
 from conformance.runtime.preload_server import environment
-from conformance.runtime.slots import Lease, Slot
-from conformance.runtime.worker_groups import WorkerGroup
+from conformance.runtime.worker_groups import Lease, Slot, WorkerGroup
 
 EXIT_REFUSED, EXIT_CLOSED = 2, 3
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")
