@@ -224,14 +224,14 @@ def _title(engines: Sequence[dict[str, Any]]) -> str:
 
 def charts(points: Sequence[Sequence[float]]) -> list[Chart]:
     """Draws tokens, each with its position and the log-probs of trainer and engine."""
-    apart = [trainer - engine for _, trainer, engine in points]
+    differences = [trainer - engine for _, trainer, engine in points]
     by_position: dict[float, list[float]] = {}
-    for (position, *_), difference in zip(points, apart, strict=True):
+    for (position, *_), difference in zip(points, differences, strict=True):
         by_position.setdefault(position, []).append(abs(difference))
     means = [(position, sum(own) / len(own)) for position, own in sorted(by_position.items())]
     return [
         _dots("log-probs: trainer (right) against engine (up)", [(x, y) for _, x, y in points], diagonal=True),
-        _histogram("tokens by importance ratio, trainer / engine", apart),
+        _histogram("tokens by importance ratio, trainer / engine", differences),
         _dots("mean |trainer - engine| by position", means),
     ]
 

@@ -80,8 +80,8 @@ APART = "agree with each other, not with the reference"
 
 def words_of(group: Group) -> str:
     """Returns in a phrase which members of a group agree."""
-    alike = group.pairs and not group.outside and all(member.state == "differs" for member in group.members)
-    return APART if group.state == "differs" and alike else WORDS[group.state]
+    agree = group.pairs and not group.outside and all(member.state == "differs" for member in group.members)
+    return APART if group.state == "differs" and agree else WORDS[group.state]
 
 
 SYMBOLS: dict[GroupState, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}

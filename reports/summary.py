@@ -61,13 +61,13 @@ class Cause:
 
 def causes(report: Report) -> list[Cause]:
     """Returns the causes of all cells that differ, then of all cells that were not judged."""
-    alike: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
+    by_key: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in report.cells:
         if cell.state in ("differs", *NO_ANSWER):
-            alike[_key(cell)].append(cell)
-    apart = {(*key, i): part for key, cells in alike.items() for i, part in enumerate(_by_backends(cells))}
+            by_key[_key(cell)].append(cell)
+    by_backends = {(*key, i): part for key, cells in by_key.items() for i, part in enumerate(_by_backends(cells))}
     groups: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
-    for key, cells in apart.items():
+    for key, cells in by_backends.items():
         module = next(filter(None, map(_module, cells)), None)
         groups[(*key[:2], module) if module else key] += cells
     passing = {_but_model(cell): cell for cell in report.cells if cell.state == "conforms"}

@@ -185,8 +185,8 @@ def called(command: Sequence[str], *arguments: str) -> str:
     if done.returncode:
         lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["no output"]
         first = next((place for place, line in enumerate(lines) if _ERROR.match(line)), 0)
-        told = [_shortened(line.removeprefix("ERROR: ")) for line in lines[first:] if not _IGNORED.match(line)]
-        raise Unmade("; ".join(told if len(told) < 9 else [*told[:4], "...", *told[-4:]]))
+        reasons = [_shortened(line.removeprefix("ERROR: ")) for line in lines[first:] if not _IGNORED.match(line)]
+        raise Unmade("; ".join(reasons if len(reasons) < 9 else [*reasons[:4], "...", *reasons[-4:]]))
     return done.stdout
 
 

@@ -309,8 +309,8 @@ def listening_store(
         listener.listen(socket.SOMAXCONN)
         port = listener.getsockname()[1]
         if not ipaddress.ip_address(address[0]).is_loopback:
-            told = f"parity: listening at {host}, port {port}, without authentication, for ranks of other hosts"
-            print(told, file=sys.stderr, flush=True)
+            notice = f"parity: listening at {host}, port {port}, without authentication, for ranks of other hosts"
+            print(notice, file=sys.stderr, flush=True)
         own = listener.detach()  # the store closes it
     return TCPStore(host, port, ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=own)
 

@@ -284,13 +284,13 @@ def _preference(
             f"{place}: 'chosen' and 'rejected' are the same, so nothing is preferred; leave the sample out"
         )
     pairs = enumerate(zip(chosen.messages, rejected.messages, strict=False))
-    alike = next((at for at, (one, other) in pairs if one != other), 0)
+    first_difference = next((at for at, (one, other) in pairs if one != other), 0)
     columns = {name: number_of(record, name, place) for name in numbers}
     both = [
-        replace(one, first=max(one.first, alike), columns=columns, record=record, place=place)
+        replace(one, first=max(one.first, first_difference), columns=columns, record=record, place=place)
         for one in (chosen, rejected)
     ]
-    if not all(one.trained for one in both) or alike == 0:
+    if not all(one.trained for one in both) or first_difference == 0:
         raise UsageError(
             f"{place}: 'chosen' and 'rejected' must be answers of an assistant to one prompt; give both the same turns "
             f"before them, or a column 'prompt'"

@@ -112,10 +112,10 @@ def decided_alike(noise: Sequence[Record], oracle: Record, precision: PrecisionN
     """Returns the single-process runs without those in which rounding decided the other way, which show more than
     rounding. Raises UndecidedNoise if none is left."""
     found = {id(run): undecided([run], oracle, noise, precision) for run in noise}
-    alike = [run for run in noise if not found[id(run)]]
-    if noise and not alike:
+    decided = [run for run in noise if not found[id(run)]]
+    if noise and not decided:
         raise UndecidedNoise(f"{_explained(found[id(noise[0])], precision)}, also in a single process; {INSTEAD}")
-    return alike
+    return decided
 
 
 def _count(name: str, cell_step: StepViews, oracle_step: StepViews, run_steps: Sequence[StepViews]) -> int:

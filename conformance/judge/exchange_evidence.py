@@ -282,8 +282,8 @@ def _of_micro_batches(layout: Layout, step: Step, *, trained: float, accumulatio
         )
         yield below("gradients are reduced over replicas after the last micro-batch", early, 1)
     elif "manual" in layout.options and layout.pp == 1:
-        told = min(rank.get("boundaries", 0) for rank in step.ranks)
-        yield at_least("the caller says which micro-batches come before the last", told, accumulation - 1, "calls")
+        announced = min(rank.get("boundaries", 0) for rank in step.ranks)
+        yield at_least("the caller says which micro-batches come before the last", announced, accumulation - 1, "calls")
 
 
 def _of_second_copy(layout: Layout, step: Step) -> Callable[[Sequence[int]], bool]:

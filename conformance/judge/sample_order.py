@@ -86,12 +86,12 @@ def _pieces(tokens: Sequence[int]) -> list[Piece]:
 
 def _packing_problem(rule: Packing, rows: Sequence[Sequence[Piece]]) -> str:
     """Returns what is wrong with packed rows; empty if nothing is."""
-    seen = Counter((p.document, place) for row in rows for p in row for place in range(p.start, p.end))
-    lost = [d for d, length in enumerate(LENGTHS) if any(not seen[d, place] for place in range(length))]
+    copies = Counter((p.document, place) for row in rows for p in row for place in range(p.start, p.end))
+    lost = [d for d, length in enumerate(LENGTHS) if any(not copies[d, place] for place in range(length))]
     if lost:
         return f"document {lost[0]} has lost tokens"
-    if twice := [key for key, count in seen.items() if count > 1]:
-        return f"token {twice[0][1]} of document {twice[0][0]} is in {seen[twice[0]]} rows"
+    if twice := [key for key, count in copies.items() if count > 1]:
+        return f"token {twice[0][1]} of document {twice[0][0]} is in {copies[twice[0]]} rows"
     if over := [i for i, row in enumerate(rows) if sum(p.end - p.start for p in row) > CAPACITY]:
         return f"row {over[0]} has more than {CAPACITY} tokens"
     if rule == "wrapped":
@@ -186,16 +186,16 @@ def _epoch_problem(epochs: Sequence[Sequence[Sequence[Sequence[int]]]], plan: Or
     if len({len(rank) for epoch in epochs for rank in epoch}) > 1:
         return f"ranks have {[len(rank) for rank in epochs[0]]} steps, so one waits for the others for ever"
     for number, epoch in enumerate(epochs):
-        seen = Counter(_stream(epoch))
+        copies = Counter(_stream(epoch))
         if endless:
-            lost = [i for i in range(plan.samples) if seen[i] < plan.epochs]
-            if lost or any(count > plan.epochs + 1 for count in seen.values()):
-                return f"sample {lost[0] if lost else seen.most_common(1)[0][0]} is not there once an epoch"
+            lost = [i for i in range(plan.samples) if copies[i] < plan.epochs]
+            if lost or any(count > plan.epochs + 1 for count in copies.values()):
+                return f"sample {lost[0] if lost else copies.most_common(1)[0][0]} is not there once an epoch"
             continue
-        lost = [i for i in range(plan.samples) if not seen[i]]
-        repeated = sum(count - 1 for count in seen.values())
+        lost = [i for i in range(plan.samples) if not copies[i]]
+        repeated = sum(count - 1 for count in copies.values())
         if plan.drops_last and repeated:
-            return f"epoch {number} repeats sample {seen.most_common(1)[0][0]} although the last step is dropped"
+            return f"epoch {number} repeats sample {copies.most_common(1)[0][0]} although the last step is dropped"
         if len(lost) >= (plan.ranks * plan.rows if plan.drops_last else 1):
             return f"epoch {number} leaves out {len(lost)} samples, such as {lost[0]}"
         if repeated >= plan.ranks * plan.rows:
@@ -206,10 +206,10 @@ def _epoch_problem(epochs: Sequence[Sequence[Sequence[Sequence[int]]]], plan: Or
 def _judge_micro(pipeline: ServedPipeline) -> Iterator[TextCheck]:
     found = pipeline.micro_batches(LENGTHS, TOKEN_LIMIT)
     counts = [sum(LENGTHS[i] for i in one) for one in found]
-    seen, problem = Counter(chain.from_iterable(found)), ""
-    if set(seen) != set(range(len(LENGTHS))) or max(seen.values()) > 1:
-        wrong = next(i for i in range(len(LENGTHS)) if seen[i] != 1)
-        problem = f"sample {wrong} is in {seen[wrong]} micro-batches"
+    copies, problem = Counter(chain.from_iterable(found)), ""
+    if set(copies) != set(range(len(LENGTHS))) or max(copies.values()) > 1:
+        wrong = next(i for i in range(len(LENGTHS)) if copies[i] != 1)
+        problem = f"sample {wrong} is in {copies[wrong]} micro-batches"
     elif max(counts) > TOKEN_LIMIT:
         problem = f"a micro-batch has {max(counts)} tokens, and the limit is {TOKEN_LIMIT}: micro-batches of {counts}"
     yield _check("micro-batches", problem, f"tokens of each of {len(counts)}: {counts}", f"{len(counts)} micro-batches")

@@ -114,9 +114,9 @@ class Step:
         makes of rows of ``max_len`` tokens. With pipeline stages, each micro-batch is as large as the largest."""
         most = -(-max_len // BLOCK) * BLOCK
         longest = max(length for rows in self._micro_batches() for _, length, _ in rows)
-        seen = [length for rank in self.ranks for length in rank.get("lengths", ()) if length <= most]
+        padded = [length for rank in self.ranks for length in rank.get("lengths", ()) if length <= most]
         rows = (len(parts) * max(map(len, parts)) if stages > 1 else sum(map(len, parts)) for parts in self.rows)
-        return max(rows) * int(max(longest, *seen, 0))
+        return max(rows) * int(max(longest, *padded, 0))
 
     @property
     def has_rows(self) -> bool:

@@ -292,8 +292,8 @@ def expand(
                 if same == cell:
                     continue
                 as_many = dataclasses.replace(same.scenario.data, rows=scenario.data.rows)
-                alike = dataclasses.replace(same.scenario, steps=scenario.steps, data=as_many) == scenario
-                if not (overrides.model and alike):
+                differs_in_size = dataclasses.replace(same.scenario, steps=scenario.steps, data=as_many) == scenario
+                if not (overrides.model and differs_in_size):
                     raise UsageError(
                         f"two different cells have the id {cell}; rename one of the scenario files or model folders"
                     )

@@ -129,12 +129,12 @@ def is_small(tensor: Tensor) -> bool:
 
 def _together(tensors: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
     """Copies tensors to the CPU, those of one dtype and device with one wait."""
-    alike: dict[tuple[torch.dtype, torch.device], list[_Key]] = defaultdict(list)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[_Key]] = defaultdict(list)
     for key, tensor in tensors.items():
-        alike[tensor.dtype, tensor.device].append(key)
+        by_kind[tensor.dtype, tensor.device].append(key)
     found: dict[_Key, Tensor] = {}
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        for keys in alike.values():
+        for keys in by_kind.values():
             pieces = torch.cat([tensors[key].flatten() for key in keys]).cpu()
             sizes = [tensors[key].numel() for key in keys]
             for key, piece in zip(keys, pieces.split(sizes), strict=True):

@@ -52,8 +52,10 @@ def processed(logits: Tensor, before: Sequence[int], start: int, decoding: Decod
     (Holtzman et al., arXiv 1904.09751).
     """
     x, none = logits.clone(), -torch.inf
-    seen = torch.tensor(sorted({*before}))
-    x[seen] = torch.where(x[seen] > 0, x[seen] / decoding.repetition_penalty, x[seen] * decoding.repetition_penalty)
+    repeated = torch.tensor(sorted({*before}))
+    x[repeated] = torch.where(
+        x[repeated] > 0, x[repeated] / decoding.repetition_penalty, x[repeated] * decoding.repetition_penalty
+    )
     counts = torch.bincount(torch.tensor(before[start:], dtype=torch.int64), minlength=len(x))
     x -= decoding.frequency_penalty * counts + decoding.presence_penalty * (counts > 0)
     x = (x / (decoding.temperature or 1.0)).log_softmax(-1)

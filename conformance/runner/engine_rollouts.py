@@ -188,8 +188,8 @@ def describe_step(
     engine = [column[mask] for column, mask in zip(columns, targets, strict=True)]
     x, y = torch.cat([*trained]), torch.cat(engine)
     weighted, plain = gradients
-    apart = sum(float((weighted[key] - plain[key]).square().sum()) for key in plain) ** 0.5
-    part = apart / sum(float(one.square().sum()) for one in plain.values()) ** 0.5
+    difference = sum(float((weighted[key] - plain[key]).square().sum()) for key in plain) ** 0.5
+    part = difference / sum(float(one.square().sum()) for one in plain.values()) ** 0.5
     text = f"{mismatch(x, y)}; importance weights truncated there are {part:.1e} of the gradient"
     places = torch.cat([mask.nonzero()[:, 0] for mask in targets])
     points = tuple(map(tuple, torch.stack((places.double(), x, y), dim=1)[:MOST_POINTS].tolist()))

@@ -149,18 +149,18 @@ class Update:
 
     @property
     def reversed(self) -> "Update":
-        apart = self.explained and self.explained.reversed
-        return Update(by=self.by, old=self.new, new=self.old, explained=apart)
+        separate = self.explained and self.explained.reversed
+        return Update(by=self.by, old=self.new, new=self.old, explained=separate)
 
     def explain(self, observed: Sequence[Tensor]) -> Synced:
-        apart = self.explained or self
+        separate = self.explained or self
         return explain(
             observed,
-            apart.new.chosen,
+            separate.new.chosen,
             self.new.documents,
-            apart.new.weights,
-            apart.old.weights,
-            apart.new.reference.architecture,
+            separate.new.weights,
+            separate.old.weights,
+            separate.new.reference.architecture,
         )
 
 
@@ -199,20 +199,20 @@ def judge_updates(
     if unknown := [way for way in run.ways if way not in engine.info.ways]:
         near = did_you_mean(unknown[0], engine.info.ways)
         raise UsageError(f"--way {unknown[0]}: {near}{engine.info.name} has the ways {', '.join(engine.info.ways)}")
-    apart = Update(by=training.by, old=expected, new=expected.at(training.folder))
-    bound = apart.new.documents.bound
-    if (moved_by := apart.new.documents.error(expected.documents.reference)) <= LEAST_MOVE * bound:
+    separate = Update(by=training.by, old=expected, new=expected.at(training.folder))
+    bound = separate.new.documents.bound
+    if (moved_by := separate.new.documents.error(expected.documents.reference)) <= LEAST_MOVE * bound:
         text = f"the new weights move log-probs by {moved_by:.1e}, too little to tell them from the old ones"
         yield Check(name="updates", state="unsupported", text=text)
         return
-    whole = apart
+    whole = separate
     if run.scenario.lora:
-        whole = Update(by=training.by, old=expected.merged, new=apart.new.merged, explained=apart)
+        whole = Update(by=training.by, old=expected.merged, new=separate.new.merged, explained=separate)
     serving, right = Serving(engine, run), list[str]()
     try:
         for way in run.ways or engine.info.ways:
             if way not in engine.info.adapter_ways or run.scenario.lora:
-                update = apart if way in engine.info.adapter_ways else whole
+                update = separate if way in engine.info.adapter_ways else whole
                 for check in _way(serving, way, update, BROKEN if broken is None else broken):
                     yield check
                     right += [way] if check.text.startswith(NEW) and way in engine.info.interrupts else []

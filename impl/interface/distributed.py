@@ -175,7 +175,7 @@ class WaitLimit(threading.Thread):
 
     def _end(self, waiting: FrameType) -> NoReturn:
         """Asks the other ranks, prints all answers unless another rank does, and ends this process."""
-        told = {int(os.environ["RANK"]): _location(waiting).text}
+        answers = {int(os.environ["RANK"]): _location(waiting).text}
         with contextlib.suppress(RuntimeError):
             assert self._store
             is_first = self._store.add("parity/asked", 1) == 1
@@ -186,10 +186,10 @@ class WaitLimit(threading.Thread):
                 os._exit(1)
             for rank in range(int(os.environ["WORLD_SIZE"])):
                 key = f"parity/rank-{rank}"
-                told[rank] = self._store.get(key).decode() if self._store.check([key]) else "says nothing"
+                answers[rank] = self._store.get(key).decode() if self._store.check([key]) else "says nothing"
         lines = [f"error: no answer of other ranks for {self._limit_s:g} s (--ddp-timeout)"]
-        for text in dict.fromkeys(told.values()):
-            ranks = [str(rank) for rank, own in sorted(told.items()) if own == text]
+        for text in dict.fromkeys(answers.values()):
+            ranks = [str(rank) for rank, own in sorted(answers.items()) if own == text]
             lines.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}")
         print("\n".join(lines), file=sys.stderr, flush=True)
         os._exit(1)

@@ -106,7 +106,7 @@ class Comparison:
         return tuple(one for one in self.metrics if one.first or not is_of_rank(one.name))
 
     @property
-    def told(self) -> tuple[Compared, ...]:
+    def decided(self) -> tuple[Compared, ...]:
         """The metrics shown that agree or differ; of the others nothing can be told."""
         return tuple(one for one in self.shown if one.first or not one.judged.untold)
 
@@ -129,17 +129,17 @@ class Comparison:
     @property
     def _without_power(self) -> str:
         """Says which metrics the band or their size hides, if one was requested, is a loss, or leaves only rates."""
-        if apart := self.apart:
-            return f"{apart[0]}; give runs that differ by their seed alone"
-        hidden = [one for one in self.shown if one not in self.told]
-        only_rates = all(is_rate(one.name) for one in self.told)
+        if scaled := self.scaled_runs:
+            return f"{scaled[0]}; give runs that differ by their seed alone"
+        hidden = [one for one in self.shown if one not in self.decided]
+        only_rates = all(is_rate(one.name) for one in self.decided)
         counts = [
             one for one in hidden if only_rates or one.name in self.chosen or (one.judged.wide and is_loss(one.name))
         ]
         return "; ".join(f"{one.name}: {one.judged.untold}" for one in counts)
 
     @property
-    def apart(self) -> list[str]:
+    def scaled_runs(self) -> list[str]:
         """Says which runs of one side differ by a constant factor, as seeds do not."""
         texts = []
         for one in (metric for metric in self.metrics if metric.name in SEEDLESS):

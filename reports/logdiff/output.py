@@ -73,12 +73,12 @@ def headline(comparison: Comparison) -> str:
     if first is None and comparison.obstacle:
         return f"{names} cannot be compared: {comparison.obstacle}."
     if first is None:
-        count = len(comparison.told)
+        count = len(comparison.decided)
         compared, most = comparison.common
         steps = f"{compared} of {most} steps" if compared < most else plural(compared, "step")
         where = steps if comparison.alignment.by == "step" else f"{compared} positions"
-        untold = [one.name for one in comparison.shown if one not in comparison.told]
-        but = f"; of {listed(untold)}, nothing can be told" if untold else ""
+        undecided = [one.name for one in comparison.shown if one not in comparison.decided]
+        but = f"; of {listed(undecided)}, nothing can be told" if undecided else ""
         return f"{names} agree within the band in {plural(count, 'metric')}, at {where}{but}."
     assert first.first
     if not math.isfinite(first.first.difference):
@@ -191,8 +191,8 @@ def notes(comparison: Comparison) -> list[str]:
     ]
     if own := [one.name for one in comparison.metrics if not is_known(one.name)]:
         texts.append(f"{listed(own)}: no table knows this name; compared under it")
-    texts += [f"{one.name}: {one.judged.untold}" for one in comparison.shown if one not in comparison.told]
-    texts += [*comparison.apart, *comparison.factors]
+    texts += [f"{one.name}: {one.judged.untold}" for one in comparison.shown if one not in comparison.decided]
+    texts += [*comparison.scaled_runs, *comparison.factors]
     texts += [*comparison.alignment.notes, *(f"not compared: {text}" for text in comparison.alignment.missing)]
     for one in comparison.metrics:
         for letter, values, side in zip("AB", one.aligned.sides, comparison.sides, strict=True):

@@ -152,8 +152,8 @@ def run_of(log: Log, *, name: str) -> Run:
                 blank.setdefault(place.metric, set()).add(row.step)
                 if again:  # of a step that is logged twice, the later line counts
                     points.get(place.metric, {}).pop(row.step, None)
-    apart = _steps_apart(points)
-    notes += _notes_on_processes(points, apart, named=any(row.process.split(" ")[0] for row in rows))
+    differing = _differing_steps(points)
+    notes += _notes_on_processes(points, differing, named=any(row.process.split(" ")[0] for row in rows))
     found = {
         metric: {step: float(np.mean([value for _, value in one.values()])) for step, one in steps.items()}
         for metric, steps in points.items()
@@ -185,7 +185,7 @@ def run_of(log: Log, *, name: str) -> Run:
     }
     curves |= {
         f"{metric}{OF_RANK}{rank}": _curve(steps)
-        for metric in apart
+        for metric in differing
         for rank, steps in _of_ranks(points[metric]).items()
     }
     if not curves:
@@ -222,7 +222,7 @@ def _place(own: str) -> Place | None:
     return Place("tokens", TOKENS.index(name), 1.0) if name in TOKENS else canonical(own)
 
 
-def _steps_apart(points: Points) -> dict[str, int]:
+def _differing_steps(points: Points) -> dict[str, int]:
     """Of each metric in which processes differ, the number of steps at which they do."""
     counts = {
         metric: sum(len({value for _, value in one.values() if value == value}) > 1 for one in steps.values())
@@ -231,7 +231,7 @@ def _steps_apart(points: Points) -> dict[str, int]:
     return {metric: count for metric, count in counts.items() if count}
 
 
-def _notes_on_processes(points: Points, apart: Mapping[str, int], *, named: bool) -> list[str]:
+def _notes_on_processes(points: Points, differing: Mapping[str, int], *, named: bool) -> list[str]:
     """A note on metrics that are logged several times at a step. ``named``: lines name the process that they are of.
 
     Lines that differ and name none may as well be of micro-batches.
@@ -241,8 +241,8 @@ def _notes_on_processes(points: Points, apart: Mapping[str, int], *, named: bool
     if most < 2:
         return []
     merged = max(sum(one) - len(one) for one in counts.values())
-    what = ", ".join(f"{metric} at {count} of {len(points[metric])} steps" for metric, count in apart.items())
-    if not apart:
+    what = ", ".join(f"{metric} at {count} of {len(points[metric])} steps" for metric, count in differing.items())
+    if not differing:
         return [f"{most} processes log each step: {merged} lines that repeat others were merged"]
     who = f"{most} processes log each step" if named else f"{most} lines of each step, of micro-batches or processes,"
     return [f"{who}{' and' * named} differ in {what}: their means are compared"]
@@ -308,18 +308,18 @@ def _copies(rows: Sequence[Row]) -> list[int]:
 
     All are 0 where fewer than half of the steps are repeated so: then a line was logged again.
     """
-    copies, seen = [], set[str]()
+    copies, filled = [], set[str]()
     for place, row in enumerate(rows):
         metrics = {own for own in row.values if canonical(own)}
         if not place or row.step != rows[place - 1].step:
             copies.append(0)
-            seen = metrics
-        elif row.replaces or metrics.isdisjoint(seen):
+            filled = metrics
+        elif row.replaces or metrics.isdisjoint(filled):
             copies.append(copies[-1])
-            seen |= metrics
+            filled |= metrics
         else:
             copies.append(copies[-1] + 1)
-            seen = metrics
+            filled = metrics
     steps = {row.step for row in rows}
     repeated = {row.step for row, copy in zip(rows, copies, strict=True) if copy}
     return copies if 2 * len(repeated) > len(steps) else [0] * len(rows)

@@ -108,9 +108,9 @@ def _cancelled(a: Floats, b: Floats) -> str:
     size = _size(_known(a, b))
     lengths = float(np.linalg.norm(x)) * float(np.linalg.norm(y))
     one_sign = (np.minimum(x, y) > 0).all() or (np.maximum(x, y) < 0).all()
-    alike = lengths > 0 and len(x) >= FEWEST and float(x @ y) > (ALIKE if one_sign else SIGNED_ALIKE) * lengths
+    is_similar = lengths > 0 and len(x) >= FEWEST and float(x @ y) > (ALIKE if one_sign else SIGNED_ALIKE) * lengths
     smooth = one_sign and len(x) >= FEWEST and all(_noise(one) < QUIET * abs(one.mean()) for one in (x, y))
-    if not 0 < size < SMALLEST or alike or smooth or (x == y).all():
+    if not 0 < size < SMALLEST or is_similar or smooth or (x == y).all():
         return ""
     return (
         f"its values are of size {size:.1e}, and those of the sides are unlike:"

@@ -130,8 +130,8 @@ class Fleet:
 
     def handle(self, parts: Sequence[tuple[str, Sequence[int]]]) -> "FarHandle":
         """Return a handle of worker groups whose ranks are started by these hosts, in these of their slots."""
-        control, theirs = wire_pair()
-        self._relay.speak(theirs)
+        control, relay_wire = wire_pair()
+        self._relay.speak(relay_wire)
         return FarHandle(control, self, parts)
 
 
