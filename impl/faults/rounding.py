@@ -21,7 +21,7 @@ ROUNDING_FAULTS = Faults(blind=("loss",))
 OVERFLOW_FAULTS = Faults(blind=("loss",))
 REMAINDER_FAULTS = Faults(blind=("loss",))  # which need TransformerEngine and a GPU
 DRAW = torch.randint
-REMAINDER, IN_REMAINDERS = "master_param", "dp2.zero1.remainders"
+REMAINDER, IN_REMAINDERS, OF_EXPERTS = "master_param", "dp2.zero1.remainders", "ep2.zero1.remainders"
 
 
 def _cells(layout: str = "dp2") -> FaultCells:
@@ -188,6 +188,49 @@ def remainders_zeroed(update_parameters: Function, optimizer: Any, *arguments: A
     for state in optimizer.state.values():
         state[REMAINDER].zero_()
     return update_parameters(optimizer, *arguments, **options)
+
+
+@REMAINDER_FAULTS.add(
+    summary="the optimizer of experts, a second one, loses what the last update left in remainders; the first keeps it",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/6470, where the second optimizer lacked what the first got",
+    stage="clipped update",
+    cells=sft("sft-packed", "qwen3-moe", megatron=OF_EXPERTS, only=REMAINDERS),
+    needs="remainders, and experts that ranks share out",
+)
+def remainders_of_experts_zeroed(update_parameters: Function, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+    if _has_experts(optimizer):
+        for state in optimizer.state.values():
+            state[REMAINDER].zero_()
+    return update_parameters(optimizer, *arguments, **options)
+
+
+@REMAINDER_FAULTS.add(
+    summary="all experts of a rank take the remainders of a checkpoint that are its first expert's",
+    source="https://github.com/databricks/megablocks/issues/160, where experts of two ranks were the same",
+    stage="weights",
+    cells=resume("checkpoint", model="qwen3-moe", megatron=OF_EXPERTS, only=REMAINDERS),
+    needs="remainders, experts that ranks share out, and a checkpoint",
+)
+def remainders_of_first_expert(set_state: Function, own: Any, parameter: Any, name: str, state: Tensor) -> None:
+    if _is_loaded(own, name) and _has_experts(own):
+        state = vars(own).setdefault(f"first of {state.numel()}", state)
+    set_state(own, parameter, name, state)
+
+
+def _has_experts(optimizer: Any) -> bool:
+    return any(group["is_expert_parallel"] for group in optimizer.param_groups)
+
+
+@REMAINDER_FAULTS.add(
+    summary="adapters, whose files are in float32, begin as bf16 numbers, without remainders",
+    source="docs/findings/megatron-rounded-masters.md",
+    stage="weights",
+    cells=sft("sft-lora", "llama", megatron=IN_REMAINDERS, only=REMAINDERS),
+    needs="remainders, and adapters",
+)
+def adapters_begin_rounded(set_state: Function, own: Any, parameter: Any, name: str, state: Tensor) -> None:
+    begins = name == REMAINDER and not _is_loaded(own, name)
+    set_state(own, parameter, name, torch.zeros_like(state) if begins else state)
 
 
 @REMAINDER_FAULTS.add(

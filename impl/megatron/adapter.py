@@ -378,7 +378,7 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported(f"the objective {kind} runs models without dropout; leave dropout out")
         if "dropout" in layout.options and "te" in layout.options:
             return Unsupported("dropout is not built in for te; leave te or dropout out")
-        if "remainders" in layout.options and (refused := remainders_refused(scenario, layout, shape)):
+        if "remainders" in layout.options and (refused := remainders_refused(scenario, layout)):
             return Unsupported(refused)
         if refused := float8_refused(scenario, layout, shape):
             return Unsupported(refused)

@@ -183,9 +183,12 @@ class RemainderTensors(ModelTensors):
         return self._whole(parameter, inner if remainders is None else with_remainders(inner, remainders))
 
     def _set_master(self, parameter: Any, full: torch.Tensor) -> None:
+        if not parameter.requires_grad:  # frozen, or a router's correction bias, a float32 buffer
+            super()._set_master(parameter, full)
+            return
         upper, remainders = halves(full)
         parameter.data.copy_(upper)
-        if (inner := self._inner(parameter) if parameter.requires_grad else None) is not None:
+        if (inner := self._inner(parameter)) is not None:
             optimizer = self._optimizer(parameter).optimizer
             if not self._state(parameter):
                 optimizer.initialize_state(inner, store_param_remainders=True)

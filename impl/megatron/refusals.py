@@ -155,7 +155,7 @@ def _te_missing(option: str) -> str:
     )
 
 
-def remainders_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
+def remainders_refused(scenario: Scenario, layout: Layout) -> str:
     """Explains why TransformerEngine's AdamW cannot keep masters by their remainders; empty if it can."""
     if scenario.precision != "bf16":
         return "remainders complete parameters in bf16 to float32 masters; use bf16, or leave remainders out"
@@ -165,8 +165,6 @@ def remainders_refused(scenario: Scenario, layout: Layout, shape: ModelShape) ->
         return "Megatron's distributed optimizer keeps remainders, and no other; add zero1, or leave remainders out"
     if "mfsdp" in layout.options:
         return "Megatron-FSDP keeps masters of its own; leave mfsdp or remainders out"
-    if scenario.lora or shape.mixture or shape.latent:
-        return "remainders are judged for dense models without adapters only; leave remainders out"
     if missing := _te_missing("remainders"):
         return missing
     if is_older("transformer-engine", 2, 1):

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ from impl.faults.declaration import with_program
 from impl.faults.rounding import REMAINDER_FAULTS
 from impl.megatron import refusals
 
-KEPT = "dp2.zero1.remainders"
+KEPT, OF_EXPERTS = "dp2.zero1.remainders", "ep2.zero1.remainders"
 GPUS = torch.cuda.device_count()
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 1.00390625, -1.00390625, 1.00389, 3e-39, -3e-39, 1e-45, 3.3e38]  # ties, subnormals
 
@@ -62,8 +63,7 @@ def test_parameters_and_remainders_are_their_masters_bit_by_bit() -> None:
         ("sft-sgd", "llama", "dp2.remainders", "bf16", "use an AdamW scenario"),
         ("sft-packed", "llama", "dp2.remainders", "bf16", "add zero1, or leave remainders out"),
         ("sft-packed", "llama", "dp2.zero1.mfsdp.remainders", "bf16", "leave mfsdp or remainders out"),
-        ("sft-packed", "qwen3-moe", KEPT, "bf16", "dense models without adapters only"),
-        ("sft-lora", "llama", KEPT, "bf16", "without adapters only"),
+        ("sft-packed", "qwen3-moe", "ep2.remainders", "bf16", "add zero1, or leave remainders out"),
     ],
 )
 def test_what_has_no_remainders_says_what_would_work(
@@ -134,6 +134,17 @@ def test_remainders_are_loaded_as_integers() -> None:
     assert loaded["master_param"].tolist() == [-32768, 0, 32767]
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Buffer, partial(torch.nn.Parameter, requires_grad=False)])
+def test_what_is_not_trained_has_no_remainders(kind: Any) -> None:
+    """Such as a router's correction bias, a float32 buffer, which lost its lower half in halves."""
+    pytest.importorskip("megatron.core")
+    from impl.megatron.library_optimizers import RemainderTensors
+
+    own, full = kind(torch.zeros(2)), torch.tensor([1.00001, -0.3])
+    RemainderTensors._set_master(object.__new__(RemainderTensors), own, full)
+    assert own.equal(full)
+
+
 def test_updates_are_counted_by_the_kind_of_masters(monkeypatch: pytest.MonkeyPatch) -> None:
     library: Any = SimpleNamespace(multi_tensor_applier=lambda kernel, flag, lists, *rest: kernel(lists, *rest))
     monkeypatch.setitem(sys.modules, FUSED_ADAM, library)
@@ -185,14 +196,21 @@ needs_te = pytest.mark.skipif(
 
 @pytest.mark.exhaustive
 @needs_te
-@pytest.mark.parametrize("layout", [KEPT, "tp2.zero1.remainders", "pp2.zero1.remainders", "dp2.zero1.te.remainders"])
-def test_masters_conform(on_gpus: Session, layout: str) -> None:
-    verdict = on_gpus.run(cell_of("megatron", "sft-packed", "llama", layout, "bf16")).verdict
+@pytest.mark.parametrize(
+    ("scenario", "model", "layout"),
+    [
+        *(("sft-packed", "llama", f"{axis}.zero1.remainders") for axis in ("dp2", "tp2", "pp2", "dp2.te")),
+        *(("sft-packed", model, OF_EXPERTS) for model in ("qwen3-moe", "deepseek-v3")),
+        *(("sft-lora", "llama", f"{axis}.zero1.remainders") for axis in ("dp2", "tp2")),
+    ],
+)
+def test_masters_conform(on_gpus: Session, scenario: str, model: str, layout: str) -> None:
+    verdict = on_gpus.run(cell_of("megatron", scenario, model, layout, "bf16")).verdict
     assert verdict.state == "conforms", verdict.reason
 
 
-def resumed(after: str, saves: Any) -> Cell:
-    cell = cell_of("megatron", "sft-warmup", "llama", KEPT, "bf16", steps=4)
+def resumed(scenario: str, model: str, before: str, after: str, saves: Any) -> Cell:
+    cell = cell_of("megatron", scenario, model, before, "bf16", steps=4)
     (first,) = cell.phases
     phases = (replace(first, steps=2, save=saves), replace(first, steps=2, layout=Layout.parse(after)))
     return replace(cell, phases=phases, program=saves)
@@ -201,11 +219,17 @@ def resumed(after: str, saves: Any) -> Cell:
 @pytest.mark.exhaustive
 @needs_te
 @pytest.mark.parametrize(
-    ("after", "saves"),
-    [(KEPT, "checkpoint"), ("tp2.zero1.remainders", "checkpoint"), ("tp2.zero1.remainders", "state")],
+    ("scenario", "model", "before", "after", "saves"),
+    [
+        ("sft-warmup", "llama", KEPT, KEPT, "checkpoint"),
+        ("sft-warmup", "llama", KEPT, "tp2.zero1.remainders", "checkpoint"),
+        ("sft-warmup", "llama", KEPT, "tp2.zero1.remainders", "state"),
+        ("sft-warmup", "qwen3-moe", OF_EXPERTS, OF_EXPERTS, "checkpoint"),
+        ("sft-lora", "llama", KEPT, "tp2.zero1.remainders", "checkpoint"),
+    ],
 )
-def test_remainders_go_on(on_gpus: Session, after: str, saves: Any) -> None:
-    verdict = on_gpus.run(resumed(after, saves)).verdict
+def test_remainders_go_on(on_gpus: Session, scenario: str, model: str, before: str, after: str, saves: Any) -> None:
+    verdict = on_gpus.run(resumed(scenario, model, before, after, saves)).verdict
     assert verdict.state == "conforms", verdict.reason
 
 
