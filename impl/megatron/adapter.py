@@ -87,10 +87,10 @@ def begin(layout: Layout) -> None:
     Raises UsageError if this process has begun with a layout of another kind, or if TransformerEngine cannot run.
     """
     wanted = _uses_te(layout)
-    if "megatron.core" in sys.modules and wanted != _admitted:
+    if ("megatron.core" in sys.modules or _admitted) and wanted != _admitted:
         raise UsageError(
-            f"this process has imported megatron-core {_IMPORTED[_admitted]}, but {layout} needs it "
-            f"{_IMPORTED[wanted]}; start a new process"
+            f"this process is for megatron-core {_IMPORTED[_admitted]}, and {layout} needs it {_IMPORTED[wanted]}; "
+            f"start a new process"
         )
     if wanted and not _admitted:
         _admit_te(wanted)

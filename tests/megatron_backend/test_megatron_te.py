@@ -110,14 +110,14 @@ def config(layout: str) -> ContextConfig:
 
 def test_a_process_is_for_transformer_engine_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(megatron_context(config("dp1"))).__name__ == "MegatronContext"  # with it, megatron-core is imported
-    with pytest.raises(UsageError, match=r"without TransformerEngine, but dp1\.te needs it with"):
+    with pytest.raises(UsageError, match=r"without TransformerEngine, and dp1\.te needs it with"):
         megatron_context(config("dp1.te"))
     monkeypatch.setattr(startup, "_admitted", "te")
-    with pytest.raises(UsageError, match=r"with .* but its optimizers, but dp1 needs it without .*; start a new proc"):
+    with pytest.raises(UsageError, match=r"with .* but its optimizers, and dp1 needs it without .*; start a new proc"):
         megatron_context(config("dp1"))
     for other, layout in (("te", "dp2.zero1.te.remainders"), ("remainders", "dp2.te")):
         monkeypatch.setattr(startup, "_admitted", other)
-        with pytest.raises(UsageError, match=f"but {layout} needs it with TransformerEngine"):
+        with pytest.raises(UsageError, match=f"and {layout} needs it with TransformerEngine"):
             startup.begin(Layout.parse(layout))
     startup.begin(Layout.parse("dp2.zero1.remainders"))
 
@@ -154,6 +154,9 @@ def test_float32_is_not_tf32_and_optimizers_are_torchs(monkeypatch: pytest.Monke
         startup.begin(Layout.parse("tp2.te"))
         assert os.environ["NVIDIA_TF32_OVERRIDE"] == (users or "0")
         assert vars(optimizers) == {"multi_tensor_applier": 3}
+    for other in ("tp2", "dp2.zero1.remainders"):  # although megatron-core is not imported yet
+        with pytest.raises(UsageError, match=f"with TransformerEngine but its optimizers, and {other} needs it with"):
+            startup.begin(Layout.parse(other))
     optimizers.FusedAdam = 1
     monkeypatch.setattr(startup, "_admitted", "")
     startup.begin(Layout.parse("dp2.zero1.remainders"))
