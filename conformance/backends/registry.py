@@ -48,7 +48,7 @@ from conformance.backends.query_process import (
     serve_queries,
 )
 from conformance.core.errors import UsageError, one_line
-from conformance.core.packages import SUITE, TooManyFiles, code_digest, package_version
+from conformance.core.packages import SUITE, UNKNOWN, TooManyFiles, code_digest, package_version
 from conformance.runtime.failure import StartError
 from conformance.spec.conventions import Convention, Conventions, in_cell
 from conformance.spec.known_defects import ExpectedDifference, Known
@@ -60,7 +60,6 @@ LIMIT_S = 300.0  # seconds for an answer; for the first one, seconds in which th
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
 CODE = "code of "  # begins the name of a digest of code, among those of files
 MOST_PROCESSES = 8  # of adapters, the last ones that were asked; each keeps some 50 MB
-UNKNOWN = "unknown: "  # begins what stands for the digest of code that has too many files
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
 
 

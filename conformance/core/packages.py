@@ -48,7 +48,9 @@ from conformance.core.io import Unwritable
 SUITE = ("conformance", "impl", "parity", "reports")  # top packages; another checkout may be on the path as well
 MOST_FILES, MOST_BYTES = 10_000, 128 << 20  # with folders; what takes a second to read
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
-_TOO_MANY = f"more than {MOST_FILES} Python files and folders, or {MOST_BYTES >> 20} MiB of them, below {{}}"
+UNKNOWN = "unknown: "  # begins what stands for the digest of code that has too many files
+SOURCES = (".py", ".pyx", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")  # of Python and its extensions
+_TOO_MANY = f"more than {MOST_FILES} source files and folders, or {MOST_BYTES >> 20} MiB of them, below {{}}"
 
 
 def entry_points_of(group: str) -> EntryPoints:
@@ -236,12 +238,12 @@ class TooManyFiles(Exception):
 
 
 def code_digest(own: str) -> str:
-    """Returns a digest of the Python files that the top module or package ``own`` may run, imported or not.
+    """Returns a digest of the source files that the top module or package ``own`` may run, imported or not.
 
-    These are all files below its folder but those that ``_python_files`` leaves out, or only its own if it is
+    These are all files below its folder but those that ``_source_files`` leaves out, or only its own if it is
     installed; and those of top packages and modules elsewhere that are imported now and not installed. Not covered are
-    other modules on the path, installed packages, and files that are not Python's, such as compiled extensions. Raises
-    TooManyFiles.
+    other modules on the path, which ranks may import, installed packages, compiled extensions, and data, which a run
+    may write beside the adapter. Raises TooManyFiles.
     """
     files: dict[Path, str] = {}  # by path: the name that it has wherever the code lies
     for name in (own, *sorted({one for one in [*sys.modules] if "." not in one} - {own, "__main__", *SUITE})):
@@ -250,7 +252,7 @@ def code_digest(own: str) -> str:
             if place in files or (installed and name != own):
                 continue
             start = place.parent if name == own and not installed else place
-            for path in _python_files(start):
+            for path in _source_files(start):
                 files.setdefault(path, str(path.relative_to(start.parent if start is place else start)))
             if len(files) > MOST_FILES:
                 raise TooManyFiles(_TOO_MANY.format(start))
@@ -278,8 +280,8 @@ def _is_installed_in(folder: Path) -> bool:
     )
 
 
-def _python_files(place: Path) -> Iterator[Path]:
-    """Yields the Python files below a folder, or the file ``place``, in no order. Raises TooManyFiles.
+def _source_files(place: Path) -> Iterator[Path]:
+    """Yields the SOURCES below a folder, or the file ``place``, in no order. Raises TooManyFiles.
 
     It follows no links to folders, and leaves out hidden folders, environments, installed packages, output folders and
     checkouts of this suite; of a checkout that ``place`` is only the packages of the suite.
@@ -297,7 +299,7 @@ def _python_files(place: Path) -> Iterator[Path]:
             continue
         left_out = {*_INSTALLED, "__pycache__", *(SUITE if is_suite else ())}
         folders[:] = [one for one in folders if one not in left_out and not one.startswith(".")]
-        found = [path for one in files if one.endswith(".py") and (path := folder / one).is_file()]
+        found = [path for one in files if one.endswith(SOURCES) and (path := folder / one).is_file()]
         read, size = read + 1 + len(found), size + sum(path.stat().st_size for path in found)
         if read > MOST_FILES or size > MOST_BYTES:
             raise TooManyFiles(_TOO_MANY.format(place))

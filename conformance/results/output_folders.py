@@ -6,6 +6,7 @@ again. Folders of different runs are never merged, and a missing shard makes the
 """
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from pydantic import Field, TypeAdapter
 from conformance.core.environments import NAME
 from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable, is_file
+from conformance.core.packages import UNKNOWN
 from conformance.results.baseline import COMMIT, RANKS_PER_GPU, Baseline, versions_of
 from conformance.results.changes import Change, OracleChange, VersionChange, oracle_changes, version_changes
 from conformance.results.run_results import (
@@ -113,6 +115,8 @@ def _remove(out: Path, records: Iterable[Path]) -> None:
                 raise Unwritable(f"{file} cannot be removed: {error.strerror}") from error
 
 
+logger = logging.getLogger(__name__)
+
 ReadBaseline = Callable[[str], Baseline]
 # Keys of the environment that may differ between the jobs of a run.
 MAY_DIFFER = ("platform", "cpus", "gpus", "CUDA_VISIBLE_DEVICES", "mps", COMMIT)
@@ -178,12 +182,17 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
         if name not in MAY_DIFFER and (name in here.keys() & there.keys() or name.isupper()):
             yield f"version of {name}", here.get(name), there.get(name)
     yield "selected cells (digest)", one.run.selected, other.run.selected
-    for name in one.run.inputs.keys() & other.run.inputs.keys():
+    for name in one.run.inputs.keys() & other.run.inputs.keys() - {*_without_digest(one), *_without_digest(other)}:
         yield f"content (SHA-256) of {name}", one.run.inputs[name], other.run.inputs[name]
     yield "number of shards", _total(one), _total(other)
     for demand in ("require", "min_judged", "backends"):
         yield f"demand {demand}", getattr(one.run.floor, demand), getattr(other.run.floor, demand)
     yield "baseline (digest)", _baseline(one), _baseline(other)
+
+
+def _without_digest(part: Part) -> dict[str, str]:
+    """Returns why code of backends has no digest, by its name among the inputs."""
+    return {name: text.removeprefix(UNKNOWN) for name, text in part.run.inputs.items() if text.startswith(UNKNOWN)}
 
 
 def _baseline(part: Part) -> str:
@@ -206,6 +215,8 @@ def merge(folders: Sequence[Path], out: Path, *, command: str, baseline: ReadBas
     """
     parts = [read_part(folder) for folder in folders]
     check_parts(parts)
+    for name, why in {name: why for part in parts for name, why in _without_digest(part).items()}.items():
+        logger.warning("whether all folders are of the same %s is not known: %s", name, why)
     chosen, whole = _choose(parts), _whole(parts, command)
     if baseline:
         whole = replace(whole, floor=replace(whole.floor, baseline=baseline(whole.selection)))

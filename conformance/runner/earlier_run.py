@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import conformance
-from conformance.backends.registry import CODE, UNKNOWN
+from conformance.backends.registry import CODE
 from conformance.core.errors import UsageError, first_few
 from conformance.core.io import LOCK
-from conformance.core.packages import is_installed, package_version
+from conformance.core.packages import UNKNOWN, is_installed, package_version
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Ranks, Selection
 from conformance.matrix.plan import Plan

@@ -9,9 +9,9 @@ import pytest
 from plain_backend import Plain
 
 import impl
-from conformance.backends import registry
 from conformance.backends.registry import code_of
 from conformance.core import packages
+from conformance.core.packages import UNKNOWN
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("changed", ["adapters/own.py", "adapters/lazy.py", "trainer/core/step.py", "new.py"])
+@pytest.mark.parametrize("changed", ["adapters/own.py", "adapters/lazy.py", "trainer/core/step.py", "new.py", "a.cu"])
 def test_code_of_a_backend_is_what_lies_beside_it_imported_or_not(
     changed: str, project: tuple[Path, Callable[[], str]]
 ) -> None:
@@ -122,7 +122,7 @@ def test_too_many_folders_have_no_digest(
 ) -> None:
     folder, digest = project
     monkeypatch.setattr(packages, "MOST_FILES", 1000)  # of which there are fewer files
-    assert not digest().startswith(registry.UNKNOWN)
+    assert not digest().startswith(UNKNOWN)
     for i in range(1000):
         (folder / "mine" / str(i)).mkdir()
-    assert digest().startswith(registry.UNKNOWN)
+    assert digest().startswith(UNKNOWN)

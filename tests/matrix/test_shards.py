@@ -11,6 +11,7 @@ from plain_profile import SCENARIO
 
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
+from conformance.core.packages import UNKNOWN
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Selection
 from conformance.matrix.plan import Shard, parse_shard, split
@@ -210,6 +211,16 @@ def test_folders_of_different_runs_are_not_merged(
     edit(copies[1] / "summary.json", **change)
     error = refused(copies, tmp_path / "out", capsys)
     assert f"{copies[0]} and {copies[1]} do not belong together: {message}" in error
+
+
+def test_shards_whose_code_has_no_digest_are_merged_with_a_word(
+    copies: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for copy in copies:  # each of which names the folder of its own machine
+        edit(copy / "summary.json", inputs={"code of mine": f"{UNKNOWN}too many files below {copy}"})
+    assert merge(copies, tmp_path / "out") == 0
+    word = f"whether all folders are of the same code of mine is not known: too many files below {copies[-1]}"
+    assert word in caplog.messages
 
 
 def test_two_verdicts_of_a_cell_are_not_merged(
