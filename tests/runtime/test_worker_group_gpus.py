@@ -44,7 +44,7 @@ def run(pool: Pool, task: str, logs: Path, *, size: int = 2, budget_s: float = 6
     return pool.run(
         key="x",
         config=WorkerGroupConfig(size=size, device="cuda", preload=("worker_group_tasks",)),
-        task=f"worker_group_tasks:{task}",
+        task=task if ":" in task else f"worker_group_tasks:{task}",
         kwargs=kwargs,
         log_dir=logs / f"logs-{next(_numbers)}",
         budget_s=budget_s,
@@ -53,13 +53,13 @@ def run(pool: Pool, task: str, logs: Path, *, size: int = 2, budget_s: float = 6
 
 def test_ranks_compute_on_meshes_one_task_after_another(pool: Pool, tmp_path: Path) -> None:
     for _ in range(2):
-        results(run(pool, "tensor_parallel", tmp_path))
+        results(run(pool, "tensor_tasks:tensor_parallel", tmp_path))
 
 
 def test_workspaces_of_cublas_keep_no_memory_and_the_worker_group_stays(pool: Pool, tmp_path: Path) -> None:
     """torch gives back a block of memory when nothing is in it, whatever its size."""
     before = results(run(pool, "pids", tmp_path))
-    results(run(pool, "multiply_where_much_was", tmp_path, mib=2 * KEPT_BYTES // 2**20))
+    results(run(pool, "tensor_tasks:multiply_where_much_was", tmp_path, mib=2 * KEPT_BYTES // 2**20))
     assert results(run(pool, "pids", tmp_path)) == before
 
 
@@ -67,7 +67,7 @@ def test_workspaces_of_cublas_keep_no_memory_and_the_worker_group_stays(pool: Po
 def test_ranks_on_one_gpu_speak_over_nccl(tmp_path: Path, size: int) -> None:
     gpu = gpus_of_host()[0]
     with pool_on(shares_of((gpu,), size), tmp_path) as pool:
-        outcome = run(pool, "exchange", tmp_path, size=size)
+        outcome = run(pool, "tensor_tasks:exchange", tmp_path, size=size)
     ranks = [float(rank + 1) for rank in range(size)]
     for rank, found in enumerate(results(outcome)):
         assert found.pop("gpu") in gpu
@@ -87,7 +87,7 @@ def test_ranks_on_one_gpu_speak_over_nccl(tmp_path: Path, size: int) -> None:
         ("signal_self", {"number": signal.SIGKILL}, "killed", "rank 1 was killed by SIGKILL"),
         ("never_enter", {}, "hung", "rank 0 is in a collective called from never_enter"),  # which joins the ranks first
         ("never_arrive", {}, "hung", "  collectives of group "),  # rank 1 has entered fewer, says the flight recorder
-        ("break_cuda", {}, "raised", "rank 1 raised"),
+        ("tensor_tasks:break_cuda", {}, "raised", "rank 1 raised"),
         ("eat_gpu_memory", {}, "out of memory", "rank 1 ran out of memory during 'eats'"),
     ],
 )
@@ -102,7 +102,7 @@ def test_the_rank_that_broke_is_named_and_the_next_task_runs(
         assert (outcome.state, outcome.kind, outcome.rank) == ("failed", kind, 1), outcome.reason
         assert said in outcome.reason
         assert all(is_gone(pid) for pid in before)
-        results(run(pool, "exchange", tmp_path, size=size))
+        results(run(pool, "tensor_tasks:exchange", tmp_path, size=size))
 
 
 def test_a_cuda_error_that_stays_ends_its_own_worker_group_only(pool: Pool, tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_cuda_error_that_stays_ends_its_own_worker_group_only(pool: Pool, tmp_
         return {results(one.result())[0][1] for one in met}
 
     before = on_both()
-    ((_, first),) = results(run(pool, "on_gpu", tmp_path, size=1))
+    ((_, first),) = results(run(pool, "tensor_tasks:on_gpu", tmp_path, size=1))
     assert len(before) == 2
     assert first in before
-    broken = run(pool, "break_cuda", tmp_path, size=1, rank=0)  # at the first slot, which is free
+    broken = run(pool, "tensor_tasks:break_cuda", tmp_path, size=1, rank=0)  # at the first slot, which is free
     assert (broken.state, broken.kind) == ("failed", "raised")
     assert before & on_both() == before - {first}

@@ -164,7 +164,7 @@ def test_eight_tasks_with_meshes_leak_nothing(run: Runner, caplog: pytest.LogCap
     """Nor does one suffer from what an earlier one left in DTensor's caches or in the store: the same ranks do all."""
     results(run("nothing", size=4))  # what a rank may hold is counted after its first task
     with caplog.at_level(logging.INFO):
-        seen = [tuple(r["pid"] for r in results(run("tensor_parallel", size=4))) for _ in range(8)]
+        seen = [tuple(r["pid"] for r in results(run("tensor_tasks:tensor_parallel", size=4))) for _ in range(8)]
     assert len(set(seen)) == 1
     assert "retired" not in caplog.text
 
@@ -172,14 +172,14 @@ def test_eight_tasks_with_meshes_leak_nothing(run: Runner, caplog: pytest.LogCap
 def test_dtensor_computes_each_shape_once_in_a_rank_for_meshes_of_all_tasks(run: Runner) -> None:
     """1 and 1.0 are equal, and give results of different dtypes; so does the default dtype of the exact tier."""
     tasks = [(1, "float32"), (1.0, "float32"), (1.0, "float64"), (1, "float32"), (1.0, "float32"), (1.0, "float64")]
-    found = [results(run("dtensor_power", key="shapes", exponent=n, dtype=dtype)) for n, dtype in tasks]
+    found = [results(run("tensor_tasks:dtensor_power", key="shapes", exponent=n, dtype=dtype)) for n, dtype in tasks]
     assert all(rank["equal"] for ranks in found for rank in ranks)
     computed = [ranks[0]["computed"] for ranks in found]
     assert computed[0] < computed[1] < computed[2] == computed[3] == computed[4] == computed[5]
 
 
 def test_shapes_of_dtensors_are_right_in_threads_and_kept_for_so_many_operators(run: Runner) -> None:
-    (rank,) = results(run("dtensor_threads", key="threads", size=1))
+    (rank,) = results(run("tensor_tasks:dtensor_threads", key="threads", size=1))
     assert rank["right"]
     assert rank["kept"] <= 100
 

@@ -19,7 +19,7 @@ def group_config(*, size: int, memory_limit_bytes: int | None = None) -> WorkerG
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs tasks of worker_group_tasks in worker groups of a pool; logs go to a folder."""
+    """Runs tasks of worker_group_tasks, or MODULE:TASK, in worker groups of a pool; logs go to a folder."""
 
     pool: Pool
     logs: Path
@@ -39,7 +39,7 @@ class Runner:
         return self.pool.run(
             key=key,
             config=group_config(size=size, memory_limit_bytes=memory),
-            task=f"worker_group_tasks:{task}",
+            task=task if ":" in task else f"worker_group_tasks:{task}",
             kwargs=kwargs,
             log_dir=self.logs,
             budget_s=budget_s,
