@@ -71,6 +71,7 @@ def seed_generators(
 # Bytes of the state of a torch generator on the CPU, of one on a GPU, and of the words of a Mersenne twister.
 _TORCH_BYTES, _PHILOX_BYTES, _WORDS = 5056, 16, 624
 TWISTS = 10_000  # of 624 numbers: the largest number of draws of a step that is followed
+_AT_ONCE = 250  # twists whose numbers are compared together
 
 
 def generator_states(library: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -103,14 +104,23 @@ def goes_on(before: bytes, after: bytes) -> bool:
     (words, position), (reached, end) = _twister(before), _twister(after)
     if (words == reached).all():
         return end >= position
-    follower: Any = numpy.random.RandomState()
-    for _ in range(TWISTS):
-        follower.set_state(("MT19937", words, _WORDS))
-        follower.bytes(4)
-        words = follower.get_state()[1]
-        if (words == reached).all():
+    stream: Any = numpy.random.MT19937()
+    stream.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": _WORDS}}
+    numbers = _tempered(reached)
+    for done in range(0, TWISTS, _AT_ONCE):
+        drawn = stream.random_raw(min(_AT_ONCE, TWISTS - done) * _WORDS).reshape(-1, _WORDS)
+        if (drawn == numbers).all(axis=1).any():
             return True
     return False
+
+
+def _tempered(words: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    """Returns the numbers that a Mersenne twister makes of its words, one of each; other words give other numbers."""
+    numbers: numpy.ndarray[Any, Any] = words ^ (words >> 11)
+    numbers ^= (numbers << 7) & 0x9D2C5680
+    numbers ^= (numbers << 15) & 0xEFC60000
+    numbers ^= numbers >> 18
+    return numbers
 
 
 def _twister(state: bytes) -> tuple[numpy.ndarray[Any, Any], int]:

@@ -1,6 +1,7 @@
 """The judge on handovers: what a phase has loaded is what the phase before had, to the bit, before any step is made."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,17 @@ def test_a_generator_follows_its_stream_however_much_it_draws(count: int, monkey
     changed = {name for name in before if before[name] != after[name]}
     assert changed == ({"python", "numpy", "torch"} if count else set())
     assert not any(goes_on(after[name], before[name]) for name in changed)
+
+
+def test_a_generator_is_followed_over_the_draws_of_many_masks() -> None:
+    generator = torch.Generator().manual_seed(5)
+    states = [generator.get_state().numpy().tobytes()]
+    for twists in (250, 251, 1999):
+        torch.rand(twists * 624, generator=generator)
+        states.append(generator.get_state().numpy().tobytes())
+    assert all(goes_on(before, after) for before, after in pairwise(states))
+    assert goes_on(states[0], states[-1])
+    assert not any(goes_on(after, before) for before, after in pairwise(states))
 
 
 def test_seeding_a_generator_breaks_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
