@@ -370,8 +370,8 @@ def is_registered(entry: BackendEntry) -> bool:
 
 def is_own(entry: BackendEntry) -> bool:
     """Whether a backend is one of the suite's own, whose expected differences the suite documents."""
-    own = (e for e in entry_points_of(ENTRY_POINT_GROUP) if e.dist and e.dist.name == DISTRIBUTION)
-    return any((e.name, e.value) == (entry.name, entry.target) for e in own)
+    same = (e for e in entry_points_of(ENTRY_POINT_GROUP) if (e.name, e.value) == (entry.name, entry.target))
+    return any(e.dist.name == DISTRIBUTION for e in same if e.dist)  # the name is read from a file, each time
 
 
 def registered_backends() -> dict[str, BackendEntry]:

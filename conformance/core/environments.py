@@ -40,7 +40,7 @@ _TOO_EARLY = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 # The suite sets these when it starts a rank, or a process of ranks.
 _OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_HOSTID"}
 _OF_PROCESS = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "JE_ARROW_MALLOC_CONF", "TMPDIR", "CUDA_VISIBLE_DEVICES"}
-_OF_SUITE = _OF_RANK | _OF_PROCESS | {"PYTORCH_NVML_BASED_CUDA_CHECK"}
+_OF_SUITE = _OF_RANK | _OF_PROCESS | {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_WARM_POOL"}
 _SUITE = ("conformance", "impl", "parity", "reports")
 _HASH = " --hash=sha256:"
 _BEST = ("--index-strategy", "unsafe-best-match")  # of all indexes, as pip does

@@ -48,7 +48,8 @@ COMMON = ("conformance.runtime.worker_main",)
 # package. It also imports torch._dynamo and torch.distributed.tensor. Worker groups without models do not need it.
 SHARED = {"transformers": "transformers.modeling_utils"}
 # The second makes torch count GPUs without the driver, which a process without GPUs would otherwise load.
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# Where Triton is installed, torch.compile also starts processes for its kernels, which a CPU has none of.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
 _ENVIRONMENTS = 3  # number of environments whose bytecode is kept, the last ones used; 110 MB each
 _STATUS = struct.Struct("i")
 _TICK_S = 0.002
