@@ -19,13 +19,14 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPStore
 
 from conformance.core import packages
 from conformance.core.process import listening_store
@@ -146,6 +147,7 @@ def _join(spec: RankSpec) -> None:
         torch.cuda.set_device(spec.gpu)
         torch.cuda.synchronize()  # creates the context
     own.switch("groups")
+    _share_gloo_device()
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else spec.gpu_backend,
         store=_store(spec),
@@ -153,6 +155,27 @@ def _join(spec: RankSpec) -> None:
         world_size=spec.size,
         timeout=COLLECTIVE_TIMEOUT,
     )
+
+
+def _share_gloo_device() -> None:
+    """Lets all gloo groups of this rank use one device: a port, and a thread that serves it.
+
+    By default each group makes its own. Such a thread wakes up a hundred times a second, also while the rank waits for
+    its next task, and Megatron makes 17 groups.
+    """
+    gloo: Any = ProcessGroupGloo
+    make, devices = gloo.__init__, list[Any]()
+
+    @wraps(make)
+    def make_on_device(
+        self: Any, store: Store, rank: int, size: int, *given: Any, timeout: timedelta = dist.default_pg_timeout
+    ) -> None:
+        options = gloo._Options()
+        devices.extend([] if devices else [gloo.create_default_device()])
+        options._devices, options._timeout, options._threads = devices, timeout, 2  # threads: as torch has for a device
+        make(self, store, rank, size, *(given or (options,)))
+
+    gloo.__init__ = make_on_device
 
 
 def _store(spec: RankSpec) -> Store:
