@@ -68,6 +68,7 @@ _TICK_S = 0.01
 _DTENSOR, _CACHES = "torch.distributed.tensor", "torch.distributed.tensor.debug"
 _SHAPES = "_propagate_tensor_meta_non_cached"  # a method of DTensor's ShardingPropagator
 MOST_SHAPES = 10_000  # that a process keeps
+_EQUAL = torch.ops.aten.equal.default  # for its result, a number, DTensor computes no shape
 _PLAIN = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -84,7 +85,8 @@ def keep_shapes() -> None:
     """Lets DTensor compute the shape and dtype of an operator's result once in a process, for all tasks.
 
     DTensor's own caches hold meshes, so they are emptied after each task. Shapes do not depend on meshes. And DTensor
-    makes a fake mode for each operator, which reads the whole stack of Python calls; one mode serves all operators.
+    makes a fake mode for each operator, which reads the whole stack of Python calls; one mode serves all operators. A
+    fake mode takes ten times as long as the meta device, which gives the same shapes for most operators.
     """
     propagator: Any = import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
     if (compute := getattr(propagator, _SHAPES, None)) is None or hasattr(compute, "__wrapped__"):
@@ -100,15 +102,52 @@ def keep_shapes() -> None:
         except TypeError:
             return compute(self, schema)
         if (shape := known.get(key, known)) is known:
-            own.mode = getattr(own, "mode", None) or FakeTensorMode()
-            with own.mode:
-                shape = compute(self, schema)
+            if (shape := _shape_on_meta(schema)) is None:
+                own.mode = getattr(own, "mode", None) or FakeTensorMode()
+                with own.mode:
+                    shape = compute(self, schema)
             if len(known) >= MOST_SHAPES:  # a factor that changes at each step is another argument each time
                 known.clear()
             known[key] = shape
         return shape
 
     setattr(propagator, _SHAPES, wraps(compute)(shapes))
+
+
+# Of operators whose results a fake mode handles in a way of its own: random numbers, sizes that depend on numbers.
+_NOT_ON_META = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _shape_on_meta(schema: Any) -> Any:
+    """Returns the shape and dtype of the result of an operator on DTensors; None if only a fake mode tells them.
+
+    An operator that is given a dtype may be lifted to another one (conformance.numerics.float64_tier), which only a
+    mode sees.
+    """
+    if schema.op.namespace != "aten" or not _NOT_ON_META.isdisjoint(schema.op.tags) or schema.op is _EQUAL:
+        return None
+    try:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return _metas(schema.op(*_on_meta(schema.args_schema), **_on_meta(schema.kwargs_schema)))
+    except (TypeError, NotImplementedError, RuntimeError):
+        return None
+
+
+def _on_meta(argument: Any) -> Any:
+    """Returns tensors without memory for the specs in the arguments of an operator. Raises TypeError for a dtype."""
+    if (meta := getattr(argument, "tensor_meta", None)) is not None:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    if isinstance(argument, torch.dtype):
+        raise TypeError
+    if isinstance(argument, dict):
+        return {name: _on_meta(value) for name, value in argument.items()}
+    return type(argument)(map(_on_meta, argument)) if type(argument) in (list, tuple) else argument
+
+
+def _metas(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return import_module(f"{_DTENSOR}._dtensor_spec").TensorMeta(result.shape, result.stride(), result.dtype)
+    return type(result)(map(_metas, result)) if type(result) in (list, tuple) else None
 
 
 def _shape_key(argument: Any) -> Any:

@@ -178,6 +178,12 @@ def test_dtensor_computes_each_shape_once_in_a_rank_for_meshes_of_all_tasks(run:
     assert computed[0] < computed[1] < computed[2] == computed[3] == computed[4] == computed[5]
 
 
+def test_shapes_of_dtensors_are_on_the_meta_device_those_of_the_fake_mode(run: Runner) -> None:
+    for rank in results(run("tensor_tasks:dtensor_shapes", key="meta")):
+        assert rank["other"] == []
+        assert rank["all"] > rank["on_meta"] > 30  # a cast names a dtype
+
+
 def test_shapes_of_dtensors_are_right_in_threads_and_kept_for_so_many_operators(run: Runner) -> None:
     (rank,) = results(run("tensor_tasks:dtensor_threads", key="threads", size=1))
     assert rank["right"]

@@ -39,25 +39,52 @@ def dtensor_power(context: RankContext, *, exponent: float, dtype: str) -> dict[
     """Compute a power of whole numbers on a new mesh, and on none; also returns the shapes computed in this rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    if not _counting:  # in the first task of this rank; the forkserver may keep shapes already
+    if not _counting:  # in the first task of this rank
         _counting.append(True)
-        propagator: Any = ShardingPropagator
-        kept = propagator._propagate_tensor_meta_non_cached
-        compute = getattr(kept, "__wrapped__", kept)
+        compute = cleanup._shape_on_meta
 
-        def counted(*args: Any) -> Any:
-            _computed.append(args)
-            return compute(*args)
+        def counted(schema: Any) -> Any:
+            _computed.append(schema)
+            return compute(schema)
 
-        propagator._propagate_tensor_meta_non_cached = counted
+        cleanup._shape_on_meta = counted
         cleanup.keep_shapes()
     torch.set_default_dtype(getattr(torch, dtype))
     whole = torch.ones(2, 3, dtype=torch.int64)
     result: Any = distribute_tensor(whole, init_device_mesh("cpu", (context.world_size,)), [Shard(0)]) ** exponent
     found, plain = ([str(power.dtype), *power.shape] for power in (result._spec.tensor_meta, whole**exponent))
     return {"equal": found == plain, "computed": len(_computed)}
+
+
+def dtensor_shapes(context: RankContext) -> dict[str, Any]:
+    """Trains on DTensors, whose shapes are computed on the meta device and by a fake mode; returns the differences."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator
+    kept = propagator._propagate_tensor_meta_non_cached
+    compute, other, count = getattr(kept, "__wrapped__", kept), list[str](), list[int]()
+
+    def compared(self: Any, schema: Any) -> Any:
+        right, found = compute(self, schema), cleanup._shape_on_meta(schema)
+        count.append(found is not None)
+        if found is not None and (found != right or type(found) is not type(right)):
+            other.append(f"{schema.op}: {found}, {right}")
+        return right
+
+    propagator._propagate_tensor_meta_non_cached = compared
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    weight: Any = distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)]).requires_grad_()
+    x = distribute_tensor(torch.ones(2, 4, 6), mesh, [Replicate()])
+    heads: Any = (x @ weight.T).unflatten(-1, (2, 4)).transpose(1, 2)  # (2, 2, 4, 4), not contiguous
+    attended = (heads @ heads.mT).softmax(-1) @ heads
+    parts = torch.nn.functional.layer_norm(attended.transpose(1, 2).flatten(2), (8,)).float().split(4, -1)
+    sum(part.square().mean() for part in parts).backward()
+    torch.optim.AdamW([weight], foreach=False).step()
+    propagator._propagate_tensor_meta_non_cached = kept
+    return {"other": other, "on_meta": sum(count), "all": len(count)}
 
 
 def dtensor_threads(context: RankContext) -> dict[str, Any]:
