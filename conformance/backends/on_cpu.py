@@ -105,15 +105,20 @@ def cuda_is_cpu() -> Iterator[None]:
             _push_mode(one)
 
 
+_STAYING = frozenset((torch.Tensor.cuda, torch.Tensor.pin_memory))
+_MOVING = frozenset((torch.Tensor.to, torch._C._nn._parse_to))
+
+
 class _Placing(TorchFunctionMode):
     """Replaces devices in the arguments of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+        if func in _STAYING:
             return args[0]
-        if func in (torch.Tensor.to, torch._C._nn._parse_to):
+        if func in _MOVING:
             args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
+        if not kwargs:  # as for each read of an attribute
+            return func(*args)
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if kwargs.get("pin_memory"):

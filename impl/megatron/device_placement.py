@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.utils import local_multi_tensor_l2_norm
-from torch.overrides import TorchFunctionMode
 
 from conformance.backends.on_cpu import cuda_is_cpu, replaced, set_cpu_rng_state
 from impl.engine.optimizers import sums_of_squares
@@ -41,7 +40,7 @@ def on_device(device: str, *, exact: bool) -> Iterator[None]:
             for module in filter(None, (param_and_grad_buffer, sys.modules.get(_MUON))):
                 stack.enter_context(replaced(module, {"torch": _Widened()}))
         if on_cpu or exact:
-            stack.enter_context(_DtypeNames(on_cpu=on_cpu, exact=exact))
+            stack.enter_context(_dtype_names(on_cpu=on_cpu, exact=exact))
         yield
 
 
@@ -64,19 +63,28 @@ class _Widened:
         return getattr(torch, name)
 
 
-class _DtypeNames(TorchFunctionMode):
-    """Replaces the names that ``Tensor.type`` returns."""
+@contextlib.contextmanager
+def _dtype_names(*, on_cpu: bool, exact: bool) -> Iterator[None]:
+    """Replaces the names that ``Tensor.type`` returns. A mode would be called for each attribute of a tensor."""
 
-    def __init__(self, *, on_cpu: bool, exact: bool) -> None:
-        super().__init__()
-        self._on_cpu, self._exact = on_cpu, exact
+    def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:  # a conversion
+            return torch._C.TensorBase.type(tensor, *args, **kwargs)
+        with torch._C.DisableTorchFunction():  # modes are given this function, and would call it again
+            name = torch._C.TensorBase.type(tensor)
+        name = name.replace("torch.", "torch.cuda.", 1) if on_cpu else name
+        return name.replace("Double", "Float") if exact else name
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is not torch.Tensor.type or len(args) > 1 or kwargs:
-            return result
-        name = result.replace("torch.", "torch.cuda.", 1) if self._on_cpu else result
-        return name.replace("Double", "Float") if self._exact else name
+    kind: Any = torch.Tensor  # which inherits the method
+    before = vars(kind).get("type")
+    kind.type = named
+    try:
+        yield
+    finally:
+        if before is None:
+            del kind.type
+        else:
+            kind.type = before
 
 
 def _l2_norm(
