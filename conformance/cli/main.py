@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import conformance
@@ -25,7 +24,7 @@ from conformance.core import packages
 from conformance.core.errors import Parser, UsageError, limited, shown
 from conformance.core.io import Unwritable, visible_output
 from conformance.core.packages import Command, announced_commands, load_command
-from conformance.core.process import stop_code
+from conformance.core.process import import_uncollected, stop_code
 from conformance.core.timeline import process_start
 from conformance.matrix.options import (
     GROUPS,
@@ -173,7 +172,7 @@ class Declared:
         if self.name in STARTING:  # ranks and this process import torch at the same time
             import_ahead(("transformers",))
         run: Callable[[argparse.Namespace], int] = getattr(
-            import_module(f"conformance.cli.{self.module}"), f"{self.name}_command"
+            import_uncollected(f"conformance.cli.{self.module}"), f"{self.name}_command"
         )
         return run(options)
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 from conformance.backends.registry import versions_of
 from conformance.core.errors import UsageError
 from conformance.core.host import host_resources_of, resolve
 from conformance.core.io import make_folder
+from conformance.core.process import import_uncollected
 from conformance.core.timeline import WAIT, timeline
 from conformance.data.inputs import FrozenInputs, check_trained, checked_model, prepare_inputs
 from conformance.judge.cells import Judges, one_thread
@@ -140,7 +140,7 @@ class Session:
         """
         self._oracles.prepare()
         timeline.switch("announce")
-        import_module(TOKENIZERS)  # while the adapters import
+        import_uncollected(TOKENIZERS)  # while the adapters import
         self.announce(cells)
         timeline.switch("prepare")
         if self._pool.is_shared:  # all backends import while their adapters are asked

@@ -41,6 +41,7 @@ from conformance.core.process import (
     signal_group,
     signal_process,
     thread_count,
+    uncollected,
 )
 from conformance.runtime.messages import Message, Wire
 
@@ -263,7 +264,7 @@ def _import(modules: list[str]) -> str:
     """Imports modules until one has an effect that does not survive a fork. Returns a description of it, or ""."""
     if harm := _harm():
         return f"importing what all forkservers share {harm}"
-    with _without_nvml() as refused:
+    with uncollected(), _without_nvml() as refused:
         for module in modules:
             try:
                 import_module(module)

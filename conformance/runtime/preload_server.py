@@ -11,7 +11,6 @@ forkservers. It never runs a task and stays single-threaded, because threads do 
 
 import atexit
 import contextlib
-import gc
 import hashlib
 import itertools
 import os
@@ -37,7 +36,7 @@ from typing import IO, NoReturn
 
 from conformance.core import packages as own_packages
 from conformance.core.host import cache_folder
-from conformance.core.process import StartPatience, adopt_orphans, children, effort, signal_process
+from conformance.core.process import StartPatience, adopt_orphans, children, effort, signal_process, uncollected
 from conformance.runtime import forkserver
 from conformance.runtime.failure import ENTRIES, StartError
 from conformance.runtime.messages import Device, Message, Wire, wire_pair
@@ -355,13 +354,10 @@ def _import_shared(preload: Sequence[str]) -> None:
 
 def _import(modules: Sequence[str]) -> None:
     """Imports modules for all later forkservers, which share the memory until they write to it."""
-    gc.disable()  # it took a fifth of the imports' time, and what they make stays
-    for module in modules:
-        with contextlib.suppress(Exception):
-            import_module(module)
-    gc.enable()
-    gc.collect()
-    gc.freeze()
+    with uncollected():
+        for module in modules:
+            with contextlib.suppress(Exception):
+                import_module(module)
 
 
 def _become(message: Message, parent: int, fds: Sequence[int], log_fd: int) -> NoReturn:
