@@ -85,6 +85,7 @@ def _normal(shape: tuple[int, int], key: str) -> torch.Tensor:
 
 # Output embeddings, which a value model lacks. GPT-NeoX calls it embed_out, and Phi's has a bias.
 HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
+VALUE_HEAD, VALUE_FILE = "score.weight", "value-head.safetensors"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -153,18 +154,24 @@ def value_config(file: Path) -> int:
     return int(hidden)
 
 
+def value_head(folder: Path, *, key: str) -> torch.Tensor:
+    """Makes a folder's configuration that of a value model, and returns the weight of its head, (1, hidden)."""
+    hidden = value_config(folder / "config.json")
+    head = torch.randn(1, hidden, generator=generator_of(f"{key} {VALUE_HEAD}"), dtype=torch.float64) / hidden**0.5
+    return head.float()  # type: ignore[no-any-return]
+
+
 def _make_value_model(folder: Path, *, key: str) -> None:
     """Turns a language model without an output embedding into a value model."""
-    hidden = value_config(folder / "config.json")
-    head = torch.randn(1, hidden, generator=generator_of(f"{key} score.weight"), dtype=torch.float64) / hidden**0.5
+    head = value_head(folder, key=key)
     shards = folder / INDEX
-    name = "value-head.safetensors" if shards.is_file() else "model.safetensors"
+    name = VALUE_FILE if shards.is_file() else "model.safetensors"
     tensors = {} if shards.is_file() else load_file(folder / name)
-    _write({**tensors, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
+    _write({**tensors, VALUE_HEAD: head}, folder / name, metadata={"format": "pt"})
     if shards.is_file():
         index = read_json(shards)
         kept = {n: where for n, where in index["weight_map"].items() if not n.endswith(HEADS)}
-        index["weight_map"] = {**kept, "score.weight": name}
+        index["weight_map"] = {**kept, VALUE_HEAD: name}
         shards.write_text(json.dumps(index), encoding="utf-8")
 
 

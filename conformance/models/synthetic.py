@@ -41,7 +41,19 @@ from conformance.core.io import complete_or_nothing, locked, read_json, read_tom
 from conformance.models.components import Architecture, parameter_shapes
 from conformance.models.families import is_written, read_architecture
 from conformance.models.folder_checks import CONFIG, NOT_COPIED, Files, check_model_folder, files_of, runs_code
-from conformance.models.folders import INDEX, generator_of, has_weights, key_of, noisy, weight_shapes, write_adapter
+from conformance.models.folders import (
+    HEADS,
+    INDEX,
+    VALUE_FILE,
+    VALUE_HEAD,
+    generator_of,
+    has_weights,
+    key_of,
+    noisy,
+    value_head,
+    weight_shapes,
+    write_adapter,
+)
 from conformance.numerics.sketch import LARGE_MODELS, sketched_above
 from conformance.spec.observables import POLICY, Role
 from conformance.spec.scenario import ADAPTER, Count, Scenario
@@ -236,8 +248,7 @@ def is_sketched(scenario: Scenario) -> bool:
 def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) -> None:
     """Draws the weights of one role into its folder ``out``, unless they exist, and the adapter of a policy with LoRA.
 
-    They are perturbed by seed and role as those of any model are (conformance.models.folders). Raises UsageError for a
-    value model.
+    They are perturbed by seed and role as those of any model are (conformance.models.folders).
     """
     if (out / INDEX).exists():
         return
@@ -245,18 +256,18 @@ def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) 
     if scenario.lora and role == POLICY:
         shutil.rmtree(out / ADAPTER, ignore_errors=True)  # left by an interrupted run
         write_adapter(out / ADAPTER, scenario.lora, model.shapes(), key=key)
-    if role.head == "value":
-        raise UsageError(
-            f"a {model.recipe.like} of another size has random weights, which value models cannot have; use another "
-            f"objective"
-        )
     where: dict[str, str] = {}
+    is_value = role.head == "value"
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for number, names in enumerate(_files(model), start=1):
+        for number, all_ in enumerate(_files(model), start=1):
+            names = [name for name in all_ if not (is_value and name in HEADS)]
             file = f"model-{number:05d}.safetensors"
             tensors = threads.map(partial(_drawn, model, role, "" if key == "0" else key), names)
             save_file(dict(zip(names, tensors, strict=True)), out / file, metadata={"format": "pt"})
             where |= dict.fromkeys(names, file)
+    if is_value:
+        save_file({VALUE_HEAD: value_head(out, key=key)}, out / VALUE_FILE, metadata={"format": "pt"})
+        where[VALUE_HEAD] = VALUE_FILE
     unfinished = out / f"{INDEX}.unfinished"
     size = model.dtype.itemsize * sum(map(math.prod, model.shapes().values()))
     unfinished.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}), encoding="utf-8")

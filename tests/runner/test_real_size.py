@@ -25,7 +25,7 @@ from conformance.matrix.cell import Cell
 from conformance.models import synthetic
 from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
-from conformance.models.folders import INDEX
+from conformance.models.folders import weight_shapes
 from conformance.models.synthetic import RECIPE, draw_weights, is_large, is_sketched, shapes_of, with_skeleton
 from conformance.oracle.decoder import device_of, load_weights
 from conformance.oracle.role_model import SPARE, bytes_needed, devices_for
@@ -111,14 +111,18 @@ def test_a_recipe_that_cannot_be_used_is_refused(tmp_path: Path, change: dict[st
         with_skeleton(str(model))
 
 
-def test_a_vocabulary_smaller_than_the_small_models_and_a_value_model_are_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_smaller_than_the_small_models_is_refused_and_a_value_model_has_a_head(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="must be the smaller one"):
         with_skeleton(str(shrunk(tmp_path / "models", vocab_size=300)))
     model = synthetic.random_model(Path(with_skeleton(str(shrunk(tmp_path / "others")))))
     assert model
-    with pytest.raises(UsageError, match="which value models cannot have"):
-        draw_weights(model, scenario_of(tmp_path / "others/openpangu-embedded-1b"), CRITIC, tmp_path)
-    assert not (tmp_path / INDEX).exists()
+    shutil.copytree(tmp_path / "others/openpangu-embedded-1b", critic := tmp_path / "critic")
+    draw_weights(model, scenario_of(tmp_path / "others/openpangu-embedded-1b"), CRITIC, critic)
+    shapes = weight_shapes(critic)
+    assert shapes["score.weight"] == (1, model.architecture.hidden_size)
+    assert shapes.keys() ^ model.shapes().keys() <= {"score.weight", "lm_head.weight"}
+    (kind,) = json.loads((critic / "config.json").read_text())["architectures"]
+    assert kind.endswith("ForSequenceClassification")
 
 
 LORA = LoraConfig(r=2, lora_alpha=3, target_modules=("q_proj", "down_proj"))
