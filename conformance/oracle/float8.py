@@ -14,8 +14,8 @@ Megatron's layers multiply by the weights of queries, keys and values at once, a
 tensors and of blocks are therefore shared between these. Each group of queries is followed by its keys and its values.
 Tensor-parallel ranks cast their parts of matrices: of queries, keys, values, gate and up rows, of the others columns.
 
-The noise run by the plain formula rounds what lies as near to a tie as the rounding of its dtype the other way. Other
-honest runs may round each of these either way.
+The noise run by the plain formula rounds what lies as near to a tie as the rounding of its dtype the other way, and in
+passes over a rollout the other noise run does. Other honest runs may round each of these either way.
 """
 
 from collections import defaultdict, deque
@@ -30,6 +30,7 @@ from conformance.models.components import Architecture
 from conformance.oracle.primitives import Function, Module, Policy, Variant, Weights
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.conventions import Float8Products
+from conformance.spec.observables import POLICY
 
 Operand = Literal["input", "weight", "gradient"]
 # GPUs add products of float8 up in few bits: on an H200, TransformerEngine's are 1.3e-4 to 3.3e-4 of their norm off.
@@ -146,6 +147,7 @@ class TEMagnitudes(Magnitudes):
     """Holds them as TransformerEngine does: the first scale is 1, and a magnitude of 0 is no part of the history.
 
     once: the operand is cast in the first micro-batch of a step only, as weights are; in others its magnitude is 0.
+    Passes without gradients, as over a rollout, end no micro-batch: the next one to end has their magnitudes as well.
     """
 
     def __init__(self, length: int, end: float, *, once: bool) -> None:
@@ -155,7 +157,7 @@ class TEMagnitudes(Magnitudes):
 
     def largest(self, x: Tensor) -> Tensor:
         if not self._is_cast:
-            self._scaled_by, self._own = self._next.to(x), x.abs().amax()
+            self._scaled_by, self._own = self._next.to(x), torch.maximum(self._own.to(x), x.abs().amax())
         return self._scaled_by
 
     def end_micro_batch(self, *, ends_step: bool) -> None:
@@ -220,7 +222,8 @@ class WithFloat8Products(Variant):
     def __init__(self, convention: Float8Products) -> None:
         self._of, self._recipe = convention, RECIPES[convention.recipe]
         self._magnitudes: dict[str, dict[Operand, Magnitudes]] = defaultdict(self._new_magnitudes)
-        self._begins_step, self._groups = True, 1
+        self._role, self._groups = "", 1
+        self._is_open: set[str] = set()  # roles of models in a micro-batch of an update
 
     def _new_magnitudes(self) -> dict[Operand, Magnitudes]:
         if not (length := self._recipe.history):
@@ -246,7 +249,8 @@ class WithFloat8Products(Variant):
 
         Where all ranks share scales, their rows go through the model together.
         """
-        self._begins_step = True
+        self._end_micro_batch(*self._is_open, ends_step=True)
+        self._is_open.clear()
         ranks, count = self._of.data_ranks, self._of.micro_batches
         own = [batch.micro_batches(dp_rank=rank, dp_size=ranks, accumulation=count) for rank in range(ranks)]
         filled = [
@@ -266,21 +270,35 @@ class WithFloat8Products(Variant):
         return [_longer(row, length - row.length) for row in rows]
 
     def carried(self, gradients: Weights) -> Weights:
-        """Ends the micro-batch before this one in the histories."""
-        for of_layer in self._magnitudes.values():
-            for magnitudes in of_layer.values():
-                magnitudes.end_micro_batch(ends_step=self._begins_step)
-        self._begins_step = False
+        """Ends the micro-batch before this one in the histories of the model."""
+        self._end_micro_batch(*{self._role} & self._is_open, ends_step=False)
+        self._is_open.add(self._role)
         return gradients
+
+    def rollout(self, batches: list[Batch]) -> list[Batch]:
+        """Ends the passes over a rollout in the histories of all models but the policy, as its first micro-batch does
+        in TransformerEngine, which updates the histories of all models at once."""
+        self._end_micro_batch(*{key.partition(" ")[0] for key in self._magnitudes} - {POLICY.name}, ends_step=True)
+        return batches
+
+    def _end_micro_batch(self, *roles: str, ends_step: bool) -> None:
+        for key, of_layer in self._magnitudes.items():
+            for magnitudes in of_layer.values() if key.partition(" ")[0] in roles else ():
+                magnitudes.end_micro_batch(ends_step=ends_step)
+
+    def runs(self, role: str) -> str:
+        self._role = role
+        return role
 
     def products(self, module: Module, weights: Weights, policy: Policy, *, layer: int, layers: int) -> Module:
         if self._of.ends and layer in (0, layers - 1):
             return module
-        is_noise = policy.compute != torch.float64 and not policy.fused
+        is_noise = policy.flips_ties
         near = torch.finfo(policy.compute).eps / 2 if is_noise else 0.0
         near = max(near, KERNEL_ROUNDING) if is_noise and self._of.transformer_engine else near
         factor = float(self._of.data_ranks) if self._of.transformer_engine else 1.0
         at_once: dict[str, Tensor] = {}  # what products give of the other modules of their group
+        role = self._role
 
         def run(name: str, function: Function, x: Tensor) -> Tensor:
             group = next((group for group in FUSED if self._of.transformer_engine and name in group), (name,))
@@ -290,7 +308,7 @@ class WithFloat8Products(Variant):
                 return module(name, function, x)
             # Histories are those of all ranks, so that parts of a tensor share scales.
             parts = 1 if self._recipe.history else self._of.tensor_ranks
-            magnitudes = self._magnitudes[f"{layer}.{group[0]}"]
+            magnitudes = self._magnitudes[f"{role} {layer}.{group[0]}"]
             cast = Cast(recipe=self._recipe, near=near, magnitudes=magnitudes, factor=factor)
             bias = weights.get(f"{name}.bias")
 

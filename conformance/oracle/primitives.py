@@ -33,7 +33,7 @@ class Policy:
     tokens are filled with zeros (in_products_of). lookups: the number of micro-batches of a step, of all data-parallel
     ranks, each of which adds up the gradients of its embeddings at once (OneLookup); 0: each document does. stored: the
     dtype to which gradients and the results of an update are rounded, weights at random if ``stochastic``; None: they
-    stay in ``stable``.
+    stay in ``stable``. flips: see ``flips_ties``; None: as ``fused`` says.
     """
 
     compute: torch.dtype
@@ -43,6 +43,7 @@ class Policy:
     lookups: int = 0
     stored: torch.dtype | None = None
     stochastic: bool = False
+    flips: bool | None = None
 
     @property
     def before_updates(self) -> "Policy":
@@ -51,7 +52,13 @@ class Policy:
         At the first update all ratios are 1, and the errors of old and new log-probs cancel if both passes round
         alike. A backend may round differently in the two passes, because it computes them in different batches.
         """
-        return self if self.compute == torch.float64 else replace(self, fused=True)
+        return self if self.compute == torch.float64 else replace(self, fused=True, flips=self.fused)
+
+    @property
+    def flips_ties(self) -> bool:
+        """Tells whether operands in float8 that are near to a tie are rounded the other way: in updates by one of two
+        noise runs, and in passes over a rollout by the other one, so that no errors cancel."""
+        return self.compute != torch.float64 and (not self.fused if self.flips is None else self.flips)
 
 
 Function = Callable[[Tensor], Tensor]
@@ -254,6 +261,10 @@ class Variant:
     def joins(self, joins: bool) -> bool:
         """Returns whether the documents of a micro-batch go through the model together, in one product."""
         return joins
+
+    def runs(self, role: str) -> str:
+        """Returns the role of the model whose passes follow."""
+        return role
 
     def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
         """Returns the rows of an optimizer step, split into micro-batches."""

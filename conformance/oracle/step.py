@@ -332,27 +332,36 @@ def _rows(
     caller collects in ``pending`` have one backward pass.
     """
     for part in variant.micro_batches([batch.rows], batch):
-        for own in leaves.values():
+        for role, own in leaves.items():
+            variant.runs(role)
             for name, gradient in variant.carried({n: w.grad for n, w in own.items() if w.grad is not None}).items():
                 own[name].grad = gradient
         if not variant.joins(False):
             yield from ((row, {}) for row in part)
             continue
-        documents = [(row.index, at, document) for row in part for at, document in enumerate(row.documents)]
-        lengths = [len(document.tokens) for *_, document in documents]
-        tokens = torch.tensor([token for *_, document in documents for token in document.tokens])
         outputs: dict[int, dict[tuple[str, int], Tensor]] = defaultdict(dict)
         for model in models:
             name = model.role.name
-            tap = taps.get(name, NO_TAP)
-            tap.begins(documents)
-            joint = model.decoder.forward(tokens, leaves[name], policy, variant, tap, lengths=lengths)
-            for (index, at, _), output in zip(documents, joint.split(lengths), strict=True):
+            joint = _joint_outputs(part, model, leaves[name], policy, variant, taps.get(name, NO_TAP))
+            for (index, at), output in joint.items():
                 outputs[index][name, at] = output
         yield from ((row, outputs[row.index]) for row in part)
         if pending:
             torch.stack(pending).sum().backward()
             pending.clear()
+
+
+def _joint_outputs(
+    part: Sequence[Row], model: Model, weights: Weights, policy: Policy, variant: Variant, tap: Tap = NO_TAP
+) -> dict[tuple[int, int], Tensor]:
+    """Returns the outputs of the documents of a micro-batch, which go through a model together, by row and document."""
+    documents = [(row.index, at, document) for row in part for at, document in enumerate(row.documents)]
+    lengths = [len(document.tokens) for *_, document in documents]
+    tokens = torch.tensor([token for *_, document in documents for token in document.tokens])
+    variant.runs(model.role.name)
+    tap.begins(documents)
+    joint = model.decoder.forward(tokens, weights, policy, variant, tap, lengths=lengths)
+    return {(index, at): output for (index, at, _), output in zip(documents, joint.split(lengths), strict=True)}
 
 
 def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weights:
@@ -440,11 +449,16 @@ def run_rollout_pass(
         key, outputs = rollout_routing(model.role.prefix, trained=model.role.trained), []
         for number, batch in enumerate(batches):
             routed: dict[int, list[Tensor]] = defaultdict(list)
+            joint: dict[tuple[int, int], Tensor] = {}
+            for part in variant.micro_batches([batch.rows], batch) if variant.joins(False) else ():
+                joint |= _joint_outputs(part, model, model.weights, policy, variant)
             outputs.append(
                 [
-                    _document_numbers(model, document, functions, policy, variant, key, routed[row.index])
+                    _document_numbers(
+                        model, document, functions, policy, variant, key, routed[row.index], joint.get((row.index, at))
+                    )
                     for row in batch.rows
-                    for document in row.documents
+                    for at, document in enumerate(row.documents)
                 ]
             )
             if model.decoder.routers:
@@ -462,13 +476,16 @@ def _document_numbers(
     variant: Variant,
     key: str,
     routed: list[Tensor],
+    output: Tensor | None,
 ) -> Tensor:
-    """Returns the numbers of one document, (targets,), and appends its router weights to ``routed``."""
+    """Returns the numbers of one document, (targets,), and appends its router weights to ``routed``. ``output``: of the
+    model, if the document went through it with others."""
     routing = model.decoder.routing(document, key)
     if not (any(document.targets) or routing):
         return torch.zeros(0, dtype=policy.stable)
-    tokens = torch.tensor(document.tokens)
-    output = model.decoder.forward(tokens, model.weights, policy, variant, routing=routing)
+    if output is None:
+        tokens = torch.tensor(document.tokens)
+        output = model.decoder.forward(tokens, model.weights, policy, variant, routing=routing)
     if routing:
         routed.append(routing.rows)
     if not any(document.targets):

@@ -27,6 +27,7 @@ MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of th
 BLOCK = 32  # numbers of MXFP8 that share a scale
 HISTORY = 4  # micro-batches whose largest magnitude is the scale of the next, with fp8delayed
 RECIPES = {"fp8tensor": "tensorwise", "fp8row": "rowwise", "fp8rowhp": "rowwise_with_gw_hp"}
+JUDGED = ("sft", "grpo", "ppo")  # kinds of objectives
 BESIDE = {
     "fp8ends",
     "fp8gather",
@@ -48,8 +49,14 @@ def float8_support(scenario: Scenario, layout: Layout) -> str:
         return f"{recipe} needs torchao, which is not installed; run: pip install 'backend-parity[fp8]'"
     config = model_config(scenario)
     quirks = quirks_of(config.get("model_type"))
-    if scenario.objective.kind != "sft" or scenario.lora:
-        return f"{recipe} is judged for supervised fine-tuning without adapters only; leave it out"
+    if scenario.objective.kind not in JUDGED:
+        return f"{recipe} was tried for {', '.join(JUDGED)} only; use one of these, or leave it out"
+    if recipe == "fp8delayed" and scenario.objective.kind != "sft":
+        return (
+            "torchao's histories beside passes over rollouts are not modelled; leave fp8delayed out, or use fp8tensor"
+        )
+    if scenario.lora:
+        return f"{recipe} was not tried with adapters, which replace layers of torchao as well; leave one of them out"
     if quirks.has_routers or not quirks.has_plan:
         return f"{recipe} is judged for dense models of known families only; leave it out"
     if scenario.tier.is_loss_scaled:

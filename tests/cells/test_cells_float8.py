@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from cells import assert_honest, cell_of, session_with
+from cells import assert_honest, cell_of, exhaustive, session_with
 
 from conformance.backends.faults import catalogue
 from conformance.matrix.cell import Handover
@@ -54,6 +54,13 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def test_exact(session: Session, layout: str) -> None:
     verdict = assert_honest(session, cell_of("fsdp2", "sft-packed", "llama", layout, "exact"))
     assert len(verdict.conventions) == 1, "the numbers differ from those without float8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["grpo", exhaustive("ppo")])
+def test_rollouts(session: Session, scenario: str) -> None:
+    """Passes over a rollout share scales within a micro-batch as updates do."""
+    assert_honest(session, cell_of("fsdp2", scenario, "llama", "dp2.fp8tensor", "exact"))
 
 
 @pytest.mark.slow
@@ -117,7 +124,9 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str) -> 
 @pytest.mark.parametrize(
     ("scenario", "model", "layout", "precision", "reason"),
     [
-        ("grpo", "llama", "dp2.fp8tensor", "exact", "supervised fine-tuning"),
+        ("dpo", "llama", "dp2.fp8tensor", "exact", "tried for sft, grpo, ppo only"),
+        ("sft-lora", "llama", "dp2.fp8tensor", "exact", "not tried with adapters"),
+        ("grpo", "llama", "dp2.fp8delayed", "exact", "passes over rollouts are not modelled"),
         ("sft-packed", "qwen3-moe", "dp2.fp8row", "exact", "dense models"),
         ("sft-packed", "llama", "dp2.fp8row", "fp16", "use bf16"),
         ("sft-packed", "llama", "sp2.fp8row", "exact", "leave other axes out"),

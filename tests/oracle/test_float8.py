@@ -1,5 +1,6 @@
 """The oracle's model of float8: its rounding is that of the formats, and its products are those of the recipe."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -162,6 +163,45 @@ def test_transformer_engine_scales_by_1_at_first_and_casts_weights_once_a_step()
         assert weights[6 * step :] == [weights[6 * step]] * 6, "cast once"
     assert inputs == [448.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0]
     assert weights == [448.0] * 6 + [2.0] * 6
+
+
+def test_a_rollout_counts_in_the_micro_batch_that_ends_next() -> None:
+    """Passes without gradients note magnitudes and move nothing: those of the policy end with its first micro-batch,
+    those of other models before. Weights are cast anew for each mini-batch of a rollout, by the same scale."""
+    variant = WithFloat8Products(
+        Float8Products(recipe="fp8delayed", transformer_engine=True, multiple=1, micro_batches=2)
+    )
+    ones = {"self_attn.o_proj.weight": torch.ones(16, 16, dtype=torch.float64)}
+    scaled: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def run(role: str, magnitude: float) -> None:
+        variant.runs(role)
+        module = variant.products(lambda name, f, x: f(x), ones, FLOAT64, layer=0, layers=1)
+        module("self_attn.o_proj", lambda x: x, torch.full((1, 16), magnitude, dtype=torch.float64))
+        for operand, held in variant._magnitudes[f"{role} 0.self_attn.o_proj"].items():
+            scaled[role, operand].append(float(held.largest(torch.zeros([]))))
+
+    def updates(role: str, *magnitudes: float) -> None:
+        for magnitude in magnitudes:
+            variant.runs(role)
+            variant.carried({})
+            run(role, magnitude)
+
+    for step in range(2):
+        variant.micro_batches((), BATCH)
+        for role in ("reference", "policy", "critic"):
+            run(role, 2.0 + step)
+            run(role, 9.0 + step)
+        variant.rollout([])
+        variant.micro_batches((), BATCH)
+        updates("policy", 4.0, 5.0)
+        updates("critic", 4.0, 5.0)
+    first, begun = [448.0, 448.0], [448.0] * 2
+    assert scaled["reference", "input"] == [*first, 9.0, 9.0]
+    assert scaled["policy", "input"] == [*first, *[448.0, 9.0], *[9.0, 9.0], *[9.0, 10.0]]
+    assert scaled["critic", "input"] == [*first, *[9.0, 9.0], *[9.0, 9.0], *[10.0, 10.0]]
+    assert scaled["policy", "weight"] == [*begun, *begun, 1.0, 1.0, 1.0, 1.0]
+    assert scaled["critic", "weight"] == [*begun, *[1.0] * 6]
 
 
 def test_weights_are_scaled_by_the_last_steps_in_which_they_were_cast() -> None:
