@@ -33,14 +33,21 @@ from conformance.judge.step_evidence import (
     shards_of,
 )
 from conformance.judge.tolerance import Measurement
-from conformance.judge.work_evidence import mask_claims, not_proven, other_weights, remainder_claim, work_claims
+from conformance.judge.work_evidence import (
+    mask_claims,
+    not_proven,
+    other_weights,
+    remainder_claim,
+    work_claims,
+    wrong_operands,
+)
 from conformance.numerics.sketch import whole_shapes
 from conformance.records.step_tensors import Record
 from conformance.results.trust import second_class
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.observables import CONFIGURATION, SKIPPED
-from conformance.spec.scenario import Scenario
+from conformance.spec.scenario import Scenario, is_adapter
 
 # Ratio of matrix products in backward passes to those in forward passes: 2 (one for the input, one for the weight), up
 # to 2.4 with attention that is written out; recomputing a layer adds nearly 1. A higher ratio reveals recomputation
@@ -67,13 +74,14 @@ PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the models of a cell. vocabulary: rows of the policy's embedding. columns: of all gradients that have a
-    row for each token of the vocabulary. frozen: matrices of linear layers of the policy that are not trained.
-    layers: of the policy. sums: least number of sums over tensor-parallel ranks in a forward pass through them.
-    weights, gradients: elements, of all models. experts: elements of the gradients of experts, by layer. linear: of all
-    models that are trained."""
+    """Sizes of the models of a cell. vocabulary: rows of the policy's embedding. adapters: its matrices. columns: of
+    all gradients that have a row for each token of the vocabulary. frozen: matrices of linear layers of the policy that
+    are not trained. layers: of the policy. sums: least number of sums over tensor-parallel ranks in a forward pass
+    through them. weights, gradients: elements, of all models. experts: elements of the gradients of experts, by layer.
+    linear: of all models that are trained."""
 
     vocabulary: int
+    adapters: int
     columns: int
     frozen: int
     layers: int
@@ -98,6 +106,7 @@ def sizes_of(oracle: Record) -> Sizes:
             experts[name.partition(".experts.")[0]] += math.prod(shape)
     return Sizes(
         vocabulary=vocabulary,
+        adapters=sum(map(is_adapter, policy)),
         columns=sum(columns for rows, columns in matrices if rows == vocabulary),
         frozen=sum(
             len(shape) == 2 and f"gradient/{name}" not in first and not name.endswith("embed_tokens.weight")
@@ -177,6 +186,8 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
         layout, stage = phase.layout, _stage_of(phase)
         for step, where in other_weights(phase, scenario):
             yield _measured(f"{layout}: {SHOWN}", step, holds=not where, where=where)
+        for claim, step, where in wrong_operands(phase, scenario, sizes.layers):
+            yield _measured(f"{layout}: {claim}", step, holds=not where, where=where)
         steps = [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]
         for n, ranks in enumerate(ranks for ranks in steps if ranks):
             for claim, holds, where in _claims_of(phase, ranks, scenario, sizes, stage=stage, first=not n):
@@ -296,7 +307,8 @@ def _claims(
             yield "layers run as they are written", ranks.total("compiled") == 0
         if "te" in layout.options:  # all but the product of the head
             not_te = ranks.linear() - ranks.total("te")
-            yield "layers are TransformerEngine's", OF_A_LAYER * sizes.layers * not_te <= ranks.total("te")
+            beside = OF_A_LAYER * sizes.layers * not_te
+            yield "layers are TransformerEngine's", beside <= ranks.total("te") * (1 + sizes.adapters)
         else:
             yield "layers are not TransformerEngine's", ranks.total("te") == 0
         again = ranks.products("recomputed")

@@ -8,8 +8,11 @@ share, the share is listed as not proven, as is all else that no claim decides (
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,8 +31,10 @@ from conformance.numerics.sketch import is_projected
 from conformance.records.record_format import number
 from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
+from conformance.spec.objectives import PolicyGradient
+from conformance.spec.observables import Role
 from conformance.spec.precision import BF16
-from conformance.spec.scenario import Scenario
+from conformance.spec.scenario import Scenario, is_adapter
 
 # Of the sum of magnitudes: a result in bf16 is 2^-9 off, and Hopper adds up with 2^-13 unless it is told not to.
 FLOAT8_ERROR = 2.0**-7
@@ -60,10 +65,21 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
     if "te" in layout.options and layout.float8:
         kept = Fraction(layers - 2 * ("fp8ends" in layout.options), layers)
         options: dict[str, Any] = {"frozen": linear.frozen, "stages": layout.pp}
+        if scenario.lora:
+            options["adapted"] = scenario.accumulation
+        if "seqpar" in layout.options:
+            options["gathers"] = layout.float8 in ("fp8tensor", "fp8delayed")
+        passes = _passes(scenario, step.number)
+        options["trained"] = Fraction(passes.trained, passes.trained + passes.ahead)
+        # Histories of an input and a weight, and of a gradient.
+        options["moved"] = {
+            "forward": Fraction(2 * passes.models, passes.trained + passes.ahead),
+            "backward": Fraction(passes.trained, scenario.accumulation * (passes.trained + passes.ahead)),
+        }
         # A micro-batch without targets on all ranks has gradients of zeros, which leave histories as they are.
         of_micro_batches = zip(*step.rows, strict=True)
         passed = sum(any(row[2] for rows in ranks for row in rows) for ranks in of_micro_batches)
-        updates = {"forward": scenario.accumulation, "backward": passed}
+        updates = {"forward": scenario.accumulation + passes.ends_alone, "backward": passed}
         yield from _te_casts(layout.float8, step.ranks, kept=kept, updates=updates, **options)
     forward, backward = step.work("forward"), step.work("backward")
     if "te" not in layout.options:  # whose kernels are no operators of torch
@@ -87,6 +103,33 @@ def remainder_claim(step: Step, trained: int) -> tuple[str, bool, str]:
     return "masters are parameters and their remainders", holds, where
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """Counts the micro-batches that pass models at a step: trained, and ahead of a rollout's first update, of models
+    that have as many layers. models: that run. ends_alone: whether the histories of a trained model end the passes
+    ahead by themselves, because another model is trained before."""
+
+    trained: int
+    ahead: int
+    models: int
+    ends_alone: bool
+
+
+def _passes(scenario: Scenario, number: int | None) -> _Passes:
+    objective = scenario.objective
+    trained = [role for role in objective.roles if role.trained]
+    ahead: Sequence[Role] = ()
+    if isinstance(objective, PolicyGradient) and number is not None and not number % objective.steps_per_rollout:
+        ahead = objective.rollout_roles
+    batches = getattr(objective, "mini_batches", 0)
+    return _Passes(
+        trained=len(trained) * scenario.accumulation,
+        ahead=len(ahead) * batches * scenario.accumulation,
+        models=len({*trained, *ahead}),
+        ends_alone=any(role in ahead for role in trained[1:]),
+    )
+
+
 OPERANDS = ("input", "weight", "gradient")
 # Formats of operands in TransformerEngine's recipes, and what has a scale of its own.
 _TENSORS = {("input", "e4m3fn", "tensor"), ("weight", "e4m3fn", "tensor"), ("gradient", "e5m2", "tensor")}
@@ -105,17 +148,26 @@ def _te_casts(
     frozen: bool,
     updates: Mapping[str, int],
     stages: int = 1,
+    trained: Fraction | int = 1,
+    adapted: int = 0,
+    gathers: bool = False,
+    moved: Mapping[str, Fraction] = MappingProxyType({}),
 ) -> Claims:
     """Yields the claims about the operands that TransformerEngine has cast on each rank, which no rounding hides.
 
     kept: the share of layers that multiply in float8. frozen: whether some weights have no gradients, and so no product
-    for them. updates: those of histories that are due, by direction. An input is an operand forward and for the
-    gradient of the weight, a weight forward and for that of the input.
+    for them. updates: those of histories that are due, by direction. stages: of the pipeline; those of other layers
+    than the first and the last may have more products in float8. trained: the share of passes that have a backward
+    pass. adapted: micro-batches, if all weights are frozen and have adapters; then the first layer's input may need no
+    gradient. gathers: whether ranks gather what they have cast. moved: the number of histories that move, for each
+    forward product, by direction. An input is an operand forward and for the gradient of the weight, a weight forward
+    and for that of the input.
     """
     due, of_ranks = CASTS[recipe], [rank.get("float8_casts", ()) for rank in ranks]
     observed = [{(operand, *cast[:2]) for operand, *cast in casts} for casts in of_ranks]
     shown = ", ".join(sorted({" ".join(cast) for found in observed for cast in found ^ due}))
-    holds = all(found == due for found in observed)
+    uneven = stages > 1 and kept < 1  # a stage may have no other layer than the first or the last one
+    holds = all(found == due or (uneven and not found) for found in observed) and due in observed
     yield "operands are cast as the recipe says", holds, f"missing or not in the recipe: {shown or 'none'}"
     operands = [{one: sum(cast[-1] for cast in casts if cast[0] == one) for one in OPERANDS} for casts in of_ranks]
     # Of each product two operands are counted, and the third kind is none of them.
@@ -124,14 +176,32 @@ def _te_casts(
     )
     wanted = [kept * (rank.get("te", 0) + rank.get("again", 0)) for rank in ranks]
     where = f"requested {[*map(float, wanted)]} by rank, observed {[*map(float, forward)]}"
-    yield "forward products of these layers are in float8", forward == wanted, where
-    once = [kept * rank.get("te", 0) for rank in ranks]
+    holds = sum(forward) == sum(wanted) if uneven else forward == wanted
+    yield "forward products of these layers are in float8", holds, where
+    once = [kept * trained * rank.get("te", 0) for rank in ranks]
     where = f"requested {[*map(float, once)]} each, observed {[*map(float, of_input)]}, {[*map(float, of_weight)]}"
-    yield "products for gradients are in float8 as well", frozen or of_input == of_weight == once, where
+    if adapted:
+        holds = all(0 <= due - found <= adapted for due, found in zip(once, of_input, strict=True))
+        yield (
+            "products for gradients of inputs are in float8, and frozen weights have none",
+            not any(of_weight) and (holds or uneven),
+            where,
+        )
+    else:
+        holds = of_input == of_weight and (sum(of_input) == sum(once) if uneven else of_input == once)
+        yield "products for gradients are in float8 as well", frozen or holds, where
+    if gathers:
+        yield _gathered_alike(ranks)
     other = sum(cast[-1] for casts in of_ranks for cast in casts if not cast[5])
     yield "backward products multiply by the numbers of forward ones", other == 0, f"observed {other} other operands"
     if recipe == "fp8delayed":
         yield from _delayed_scales(ranks, stages, updates)
+        for name, share in moved.items():
+            counts = [(share * rank.get("te", 0), rank.get("float8_moved", {}).get(name, 0)) for rank in ranks]
+            spared = name == "backward" and adapted  # the first layer's input
+            holds = all(0 <= due - found <= bool(spared) for due, found in counts)
+            where = f"requested and observed {[(float(due), found) for due, found in counts]} by rank"
+            yield f"histories of all operands are updated, {name}", holds, where
     else:
         by_power = recipe == "fp8block"
         powers = [{one: _of_powers(casts, one) for one in OPERANDS} for casts in of_ranks]
@@ -143,6 +213,19 @@ def _te_casts(
     whose = "that updates gave, from magnitudes of casts" if recipe == "fp8delayed" else "of the operands themselves"
     where = " or magnitudes that histories lack" if recipe == "fp8delayed" else ""
     yield f"scales are those {whose}", own == 0, f"observed {own} operands with other scales{where}"
+
+
+def _gathered_alike(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, bool, str]:
+    """Returns the claim that ranks cast the parts of an operand that they gather by one scale."""
+    gathered = [{tuple(group): rest for group, *rest in rank.get("float8_gathered", ())} for rank in ranks]
+    other = {
+        group
+        for own in gathered
+        for group, scales in own.items()
+        if any(member >= len(ranks) or gathered[member].get(group) != scales for member in group)
+    }
+    where = f"observed other scales in {len(other)} groups, and {sum(not own for own in gathered)} ranks without any"
+    return "operands that ranks gather have one scale", all(gathered) and not other, where
 
 
 def _delayed_scales(ranks: Sequence[Mapping[str, Any]], stages: int, updates: Mapping[str, int]) -> Claims:
@@ -250,6 +333,57 @@ def other_weights(phase: Record, scenario: Scenario) -> Iterator[tuple[int, str]
                 {name for before, now in zip(known, found, strict=True) for name in (before - now) & shown.keys()}
             )
             yield number, f"observed other numbers than those of {', '.join(other[:3])}" if other else ""
+
+
+def wrong_operands(phase: Record, scenario: Scenario, layers: int) -> Iterator[tuple[str, int, str]]:
+    """Yields claims about which weights TransformerEngine's layers in float8 multiply in higher precision, with the
+    step of the evidence and where one fails: the first and the last layer, with fp8ends, and all adapters.
+
+    Weights are recognised by sum and norm, so they have to be whole, or the parts of tensor-parallel ranks together.
+    """
+    layout = phase.layout
+    if "te" not in layout.options or not layout.float8:
+        return
+    for ranks in [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]:
+        number = ranks[0].get("step") if ranks else None
+        if number is None or not (shown := _shown_before(phase, number, scenario)):
+            continue
+        if "fp8ends" in layout.options:
+            of_ranks = {tuple(one) for rank in ranks for one in rank.get("float8_left_out", ())}
+            matched = {name: int(match[1]) for name in shown if (match := _CUT_BY_COLUMNS.search(name))}
+            found = sorted({layer for name, layer in matched.items() if _is_made_of(shown[name], of_ranks, layout.tp)})
+            where = "" if found == [0, layers - 1] else f"observed layers {found}"
+            yield "the first and the last layer are left out of float8", number, where
+        if scenario.lora:
+            operands = [one for rank in ranks for one in rank.get("operands", ())]
+            as_they_are: dict[str, list[bool]] = defaultdict(list)  # by adapter: A and B
+            for name in filter(is_adapter, shown):
+                as_they_are[name.rpartition(".lora_")[0]].append(_is_among(shown[name], operands))
+            enough = all if layout.tp == 1 else any  # tensor-parallel ranks cut one of both
+            cast = sorted(name for name, both in as_they_are.items() if not enough(both))
+            where = f"observed other operands than those of {', '.join(cast[:3])}" if cast or not as_they_are else ""
+            yield "adapters multiply as they are, and not in float8", number, where
+
+
+# Weights that one product reads alone, of which tensor-parallel ranks hold equal parts.
+_CUT_BY_COLUMNS = re.compile(r"layers\.(\d+)\.(?:self_attn\.o_proj|mlp\.down_proj)\.weight$")
+
+
+def _is_made_of(sums: Sequence[Sums], operands: Collection[Sums], parts: int) -> bool:
+    """Tells whether a tensor with one of ``sums`` is made of so many of the operands."""
+    whole = [
+        (dimensions, parts * elements, sum(one[2] for one in chosen), math.hypot(*(one[3] for one in chosen)))
+        for (dimensions, elements), alike in _by_size(operands).items()
+        for chosen in combinations(alike, parts)
+    ]
+    return _is_among(sums, whole)
+
+
+def _by_size(operands: Collection[Sums]) -> dict[tuple[int, int], list[Sums]]:
+    found: dict[tuple[int, int], list[Sums]] = defaultdict(list)
+    for one in operands:
+        found[one[:2]].append(one)
+    return found
 
 
 def _shown_before(phase: Record, step: int, scenario: Scenario) -> dict[str, list[Sums]]:

@@ -136,9 +136,13 @@ class _Evidence:
     numbers of the forward product, and the number of casts. float8_scales: SHA-256 of their scales, in order.
     float8_scale_ratios: the least and the largest scale that an update gave, in parts of the one that follows from its
     history. float8_amaxes: of the first 512 operands that updates scale the largest magnitude on this rank, and that of
-    all ranks. float8_updates: by direction, how often the history of an operand was updated at most. float8_began:
-    after a resume, by direction, for each operand the scale before the first update, and the history loaded with it.
-    embedded: where ranks have other tokens, for each lookup of tokens the rows of the embedding on this rank, and the
+    all ranks. float8_updates: by direction, how often the history of an operand was updated at most. float8_moved: by
+    direction, the number of operands whose history was updated. float8_gathered: ranks that gather the parts of
+    operands that they have cast, SHA-256 of the scales of these operands, in order, and their number. float8_left_out:
+    dimensions, elements, sum and norm of weights that TransformerEngine multiplied in the precision of the cell, where
+    layers are left out of float8. float8_began: after a resume, by direction, for each operand the scale before the
+    first update, and the history loaded with it. embedded: where ranks have other tokens, for each lookup of tokens the
+    rows of the embedding on this rank, and the
     tokens of each row. entered: for each of these lookups, for each token the number of the group of equal rows of what
     the layers multiply first; empty if it is not known. gathered: where ranks have other tokens, ranks of the group,
     shape of the input, elements and number of all-gathers in the forward pass. documents: where ranks have other
@@ -169,6 +173,9 @@ class _Evidence:
     float8_scale_ratios: tuple[float, ...] = ()
     float8_amaxes: tuple[tuple[float, float], ...] = ()
     float8_updates: dict[str, Count] = field(default_factory=dict)
+    float8_moved: dict[str, Count] = field(default_factory=dict)
+    float8_gathered: tuple[tuple[tuple[Count, ...], str, Count], ...] = ()
+    float8_left_out: tuple[tuple[Count, Count, float, float], ...] = ()
     float8_began: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     embedded: tuple[tuple[Count, tuple[tuple[Count, ...], ...]], ...] = ()
     entered: tuple[tuple[Count, ...], ...] = ()

@@ -137,7 +137,10 @@ def _float8_refused(cell: Cell, before: Phase, after: Phase, giver: Adapter, tak
         )
     if after.layout.scales_by_histories and before.save != "checkpoint":
         what = "training state" if before.save == "state" else "export"
-        return f"no {what} holds the histories of fp8delayed; hand over a checkpoint, or use fp8tensor"
+        return (
+            f"no {what} holds the histories of fp8delayed, which are those of one library and layout; hand over a "
+            f"checkpoint, or use fp8tensor"
+        )
     if "fp8delayed" in after.layout.options and not after.layout.scales_by_histories:
         return (
             "no checkpoint of torchao holds the histories of fp8delayed, so that a resumed phase would begin without; "

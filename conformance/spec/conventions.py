@@ -255,6 +255,9 @@ class RouterLossSoFar(_OwnRouterLoss):
     option: ClassVar[str] = "globalaux"
 
 
+BLOCK = 128  # numbers along the sum that have one scale with fp8block
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Float8Products(Convention):
     """Multiplies in float8 in linear layers of decoder layers whose sizes are multiples of 16 (of 32 for
@@ -267,7 +270,8 @@ class Float8Products(Convention):
     Megatron: queries, keys and values are one product, as are gate and up; rows lie end to end, and are filled up
     together. With fp8delayed the first scale is 1, and weights are cast once a step. Otherwise each of ``tensor_ranks``
     scales its own parts of weights, and of inputs or gradients. ``one_length``: micro-batches of a data rank are filled
-    up to the longest, as stages of a pipeline do.
+    up to the longest, as stages of a pipeline do. With fp8block and sequence parallelism each rank's part of the
+    sequence is filled up to whole blocks, so that blocks of parts are those of the whole.
     """
 
     kind: Literal["float8-products"] = "float8-products"
@@ -287,11 +291,14 @@ class Float8Products(Convention):
         if layout.float8 is None:
             return None
         te = self.transformer_engine and "te" in layout.options  # whose casts are compared
+        parts = layout.tp if te and "seqpar" in layout.options else 1  # of the sequence
         return replace(
             self,
             recipe=layout.float8,
             ends="fp8ends" in layout.options,
-            multiple=math.lcm(self.multiple * (layout.tp if te and "seqpar" in layout.options else 1), layout.tp),
+            multiple=math.lcm(
+                (BLOCK if parts > 1 and layout.float8 == "fp8block" else self.multiple) * parts, layout.tp
+            ),
             data_ranks=layout.data,
             micro_batches=scenario.accumulation,
             tensor_ranks=layout.tp if te else 1,

@@ -8,7 +8,6 @@ libraries that are autograd functions are patched so that their products are rec
 """
 
 import contextlib
-import hashlib
 import math
 import sys
 import weakref
@@ -20,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -36,20 +34,17 @@ from conformance.worker.operators import (
     LINEAR,
     OPERATORS,
     Collective,
-    DelayedScales,
     Operator,
     collective_of,
     dtype_name,
     in_compiled_code,
     operator_of,
     product_error,
-    te_cast,
-    te_largest,
-    te_numbers,
-    te_product_error,
+    sums_of_tensor,
     tensors_in,
 )
 from conformance.worker.rank_state import digest_of
+from conformance.worker.transformer_engine import TransformerEngineWatch
 
 WORD = 8  # bytes
 _current_graph_task_id, _NoTorchFunction = torch._C._current_graph_task_id, torch._C.DisableTorchFunction
@@ -64,11 +59,6 @@ BY_CALLER = (
     ("deepspeed.runtime.engine", "DeepSpeedEngine", "set_gradient_accumulation_boundary"),
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", "no_sync"),
 )
-HISTORIES = "transformer_engine.pytorch.fp8"  # the module of TransformerEngine's delayed scaling
-TRANSFORMER_ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
-FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam"
-_MASTERS = 4  # the list of masters, behind those of gradients, parameters and two moments, in an update of FusedAdam
-_BIAS, _GRADIENT = 3, 7  # arguments of ``generic_gemm`` behind the operands: a bias, and whether it is its gradient
 # Autograd functions of libraries' linear layers, which record no graph of the products inside of them: module, class.
 FUNCTIONS = (
     ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3"),
@@ -78,15 +68,6 @@ FUNCTIONS = (
     ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
     ("torchao.float8.stateful_float8_linear", "manual_float8_matmul_with_args_in_float8"),
 )
-
-
-def float8_state() -> dict[str, list[list[float]]]:
-    """Returns the scales and histories of TransformerEngine's delayed scaling by direction, see DelayedScales.state;
-    empty if this process has none."""
-    module = sys.modules.get(HISTORIES)
-    if module is None or not (delayed := DelayedScales(module.FP8GlobalStateManager)).is_used:
-        return {}
-    return {direction: delayed.state(direction) for direction in ("forward", "backward")}
 
 
 @dataclass(slots=True)
@@ -130,7 +111,6 @@ class Watch(InPlaceOfLifting):
     linear: number of products of linear layers in forward passes, by dtype. All other products are batched, as in
         attention, and their number depends on the kernel.
     compiled: number of products of linear layers in forward passes that code of torch.compile makes.
-    te: number of products of linear layers in forward passes that TransformerEngine makes.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
         (rows, length, width), outside of the autograd engine.
     again: number of recomputed products of linear layers.
@@ -146,12 +126,7 @@ class Watch(InPlaceOfLifting):
     boundaries: number of calls of the methods in BY_CALLER.
     float8: number of products that a kernel made of operands in float8. float8_error: their largest distance from the
         product of the same operands in float64, relative to the sum of the magnitudes of what is added up.
-    casts: number of operands of TransformerEngine's products, by operand, what te_cast returns (with delayed scaling
-        whether the scale is one that updates gave), and whether a forward product had the same numbers.
-    delayed: see DelayedScales. sequence_parts: ranks that gather parts of the sequence after they have cast them.
-        What such a rank has cast of an operand that it gathered as bytes is its part, and of all others the whole.
-    updated: number of elements that TransformerEngine's AdamW has updated, by the dtypes of parameters and of masters.
-        Remainders, which complete parameters to masters, are int16.
+    library: what TransformerEngine does; see TransformerEngineWatch, also for ``sequence_parts`` and ``leaves_out``.
     embedded: for each lookup of tokens in the forward pass the rows of the embedding on this rank, and the tokens, as
         lists of each row. Lookups in other matrices, as of the tokens of an expert, are none.
     entered: for each of these lookups, what the first product of as many tokens got that followed it: for each token
@@ -168,9 +143,12 @@ class Watch(InPlaceOfLifting):
         are not used so. Activations do not count: storages that were ever seen as a tensor of three or more dimensions.
     """
 
-    def __init__(self, *, embedding: Embedding | None = None, sequence_parts: int = 1) -> None:
+    def __init__(
+        self, *, embedding: Embedding | None = None, sequence_parts: int = 1, leaves_out: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.embedding, self._parts = embedding, sequence_parts
+        self.embedding = embedding
+        self.library = TransformerEngineWatch(self, parts=sequence_parts, leaves_out=leaves_out)
         self.embedded: deque[tuple[int, list[list[int]]]] = deque(maxlen=LOOKUPS_KEPT)
         self.entered: deque[list[int]] = deque(maxlen=LOOKUPS_KEPT)
         self._awaited: list[tuple[int, list[int]]] = []  # tokens of lookups that no product has followed, and groups
@@ -180,7 +158,6 @@ class Watch(InPlaceOfLifting):
         self.products: Counter[tuple[str, str]] = Counter()
         self.linear: Counter[str] = Counter()
         self.compiled = 0
-        self.te = 0
         self.widths: set[int] = set()
         self.lengths: set[int] = set()
         self.again = 0
@@ -192,12 +169,6 @@ class Watch(InPlaceOfLifting):
         self._operands: list[tuple[tuple[int, int], Tensor]] = []  # dimensions and elements, and sum and norm (2)
         self.boundaries = 0
         self.float8, self.float8_error = 0, 0.0
-        self.delayed: DelayedScales | None = None
-        self.updated: Counter[tuple[str, str]] = Counter()
-        self.casts: Counter[tuple[str, str, str, bool | None, bool, bool]] = Counter()
-        self._parts_of: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # this rank's, of gathered bytes
-        self._forward_numbers: set[bytes] = set()  # digests of what TransformerEngine multiplied in forward passes
-        self._scales = hashlib.sha256()
         self.drawn: Counter[tuple[str, str, str]] = Counter()
         self._masks: dict[int, str] = {}  # digests of masks that no operator has applied yet, by storage
         self.held_weights: Counter[int] = Counter()
@@ -213,21 +184,12 @@ class Watch(InPlaceOfLifting):
     def step(self) -> Iterator[None]:
         """Counts inside this block. Also counts the products of TransformerEngine, and classifies those of FUNCTIONS,
         if this process has imported these libraries."""
-        library: Any = sys.modules.get(TRANSFORMER_ENGINE)
         with contextlib.ExitStack() as all_:
             for module, kind, method in BY_CALLER:
                 if (owner := getattr(sys.modules.get(module), kind, None)) is not None:
                     all_.enter_context(mock.patch.object(owner, method, self._counted(getattr(owner, method))))
-            if library is not None:
-                counted = partial(self._te_product, library.generic_gemm)
-                all_.enter_context(mock.patch.object(library, "generic_gemm", counted))
-            if (histories := sys.modules.get(HISTORIES)) is not None:
-                self.delayed = DelayedScales(manager := histories.FP8GlobalStateManager)
-                noted = partial(self._scales_updated, manager.reduce_and_update_fp8_tensors)
-                all_.enter_context(mock.patch.object(manager, "reduce_and_update_fp8_tensors", noted))
-            if (update := sys.modules.get(FUSED_ADAM)) is not None:
-                noted = partial(self._fused_update, update.multi_tensor_applier)
-                all_.enter_context(mock.patch.object(update, "multi_tensor_applier", noted))
+            for patch in self.library.patches():
+                all_.enter_context(patch)
             for module, kind in FUNCTIONS:
                 if (function := getattr(sys.modules.get(module), kind, None)) is not None:
                     all_.enter_context(mock.patch.object(function, "apply", partial(self._of_function, function.apply)))
@@ -252,80 +214,23 @@ class Watch(InPlaceOfLifting):
         finally:
             self._recorded = False
 
-    def _te_product(self, own: Any, a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any, **more: Any) -> Any:
-        """Wraps TransformerEngine's ``generic_gemm``, which runs in autograd functions and records no graph. Recomputed
-        products are recognised by their operands: in forward passes the first matrix, the weight, is transposed and
-        the second is not."""
-        found = own(a, flipped, b, b_flipped, *rest, **more)
-        if not self._reading:
-            in_backward, of_forward = self._pass().startswith("backward"), flipped and not b_flipped
-            dtype = dtype_name(found[0].dtype)
-            phase = ("recomputed" if of_forward else "backward") if in_backward else "forward"
-            self.products[dtype, phase] += 1
-            self.linear[dtype] += phase == "forward"
-            self.te += phase == "forward"
-            self.again += phase == "recomputed"
-            if in_backward:
-                self._multiplying.add(self._pass())
-            # The numbers of elements of three matrices, multiplied, are the square of the multiplications.
-            self.work[phase] += math.isqrt(math.prod(a.size()) * math.prod(b.size()) * found[0].numel())
-            if hasattr(a, "_fp8_dtype") and hasattr(b, "_fp8_dtype"):
-                self.float8 += 1
-                bias = None if rest[_GRADIENT] else rest[_BIAS]  # which is an output in a backward pass
-                with self.reading():
-                    error = te_product_error(a, flipped, b, b_flipped, bias, found[0])
-                    self._te_casts(a, flipped, b, b_flipped, again=phase == "recomputed")
-                self.float8_error = max(self.float8_error, error)
-        return found
+    def library_product(self, dtype: torch.dtype, *, of_forward: bool, work: int) -> str:
+        """Counts a product that no operator of torch makes; see conformance.worker.transformer_engine.Counts."""
+        if self._reading:
+            return ""
+        in_backward, name = self._pass().startswith("backward"), dtype_name(dtype)
+        phase = ("recomputed" if of_forward else "backward") if in_backward else "forward"
+        self.products[name, phase] += 1
+        self.linear[name] += phase == "forward"
+        self.again += phase == "recomputed"
+        if in_backward:
+            self._multiplying.add(self._pass())
+        self.work[phase] += work
+        return phase
 
-    def _te_casts(self, a: Any, flipped: bool, b: Any, b_flipped: bool, *, again: bool) -> None:
-        """Notes how operands are cast: a weight and an input, a weight and a gradient, or an input and a gradient.
-
-        With one scale for a tensor, or for squares of it, the backward pass multiplies by a transposed copy of what the
-        forward pass multiplied by.
-        """
-        first, second = ("input" if b_flipped else "weight"), ("input" if flipped else "gradient")
-        for operand, x, columns in ((first, a, not flipped), (second, b, b_flipped)):
-            format, kind, powers, own = te_cast(x, columns=columns)
-            digest = hashlib.sha256(te_numbers(x, columns=columns)).digest()
-            # A weight is cast once a step, and another operand for its first product, along its rows.
-            is_new = digest not in self._forward_numbers if operand == "weight" and flipped else operand != "weight"
-            if self.delayed is not None and self.delayed.is_used:
-                direction = "backward" if operand == "gradient" else "forward"
-                largest = self._largest(x, operand) if is_new and not columns else None
-                own = self.delayed.gave(x._scale_inv, direction, largest=largest, again=again)
-            if flipped:
-                self._forward_numbers.add(digest)
-            same = operand == "gradient" or kind == "rows" or digest in self._forward_numbers
-            self.casts[operand, format, kind, powers, own, same] += 1
-            if hasattr(x, "_scale_inv"):
-                self._scales.update(repr(float(x._scale_inv)).encode())
-
-    def _largest(self, x: Any, operand: str) -> Tensor:
-        """Returns the largest magnitude in float8 of what this rank has cast of an operand."""
-        storage = x._data.untyped_storage()
-        kept, part = self._parts_of.get(storage._cdata, (None, 0))
-        is_gathered = operand != "weight" and kept is not None and kept() is storage
-        return te_largest(x, part=part, parts=self._parts) if is_gathered else te_largest(x)
-
-    def _fused_update(self, own: Any, kernel: Any, flag: Any, lists: Any, *rest: Any) -> Any:
-        """Wraps the call of a kernel of TransformerEngine's AdamW."""
-        masters = lists[_MASTERS] if len(lists) > _MASTERS else lists[1]
-        for parameter, master in zip(lists[1], masters, strict=True):
-            self.updated[dtype_name(parameter.dtype), dtype_name(master.dtype)] += parameter.numel()
-        return own(kernel, flag, lists, *rest)
-
-    def _scales_updated(self, own: Any, forward: bool = True) -> None:
-        """Wraps TransformerEngine's update of histories and scales, which reduces magnitudes over ranks."""
-        direction = "forward" if forward else "backward"
-        if self.delayed is None or not self.delayed.is_used:
-            own(forward)
-            return
-        with self.reading():
-            self.delayed.begin_update(direction)
-        own(forward)
-        with self.reading():
-            self.delayed.end_update(direction)
+    def float8_product(self, error: float) -> None:
+        self.float8 += 1
+        self.float8_error = max(self.float8_error, error)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -387,7 +292,7 @@ class Watch(InPlaceOfLifting):
         is_plain = type(result) is Tensor
         if operator.kind and (found := collective_of(operator.func, args)):
             self._collective(found)
-            self._gathered_parts(found, (*args, result))
+            self.library.collective(found, (*args, result))
         elif operator.is_counted and (is_plain or isinstance(result, Tensor)):
             self._tensor(operator, result, args)
         is_forward = not self._tasks and _current_graph_task_id() == -1
@@ -447,14 +352,6 @@ class Watch(InPlaceOfLifting):
             # The input, which is summed, is at least as large as the output, so these are its elements.
             self.reduced[found.size] += found.elements
 
-    def _gathered_parts(self, found: Collective, values: Iterable[Any]) -> None:
-        """Notes bytes that the ranks of a sequence have gathered, among the values of a collective."""
-        if found.kind == "all_gather" and found.dtype.itemsize == 1 and len(found.ranks) == self._parts:
-            whole = max(tensors_in(values), key=Tensor.numel)
-            if whole.numel() == self._parts * math.prod(found.shape):
-                storage = whole.untyped_storage()
-                self._parts_of[storage._cdata] = weakref.ref(storage), found.ranks.index(dist.get_rank())
-
     def _tensor(self, operator: Operator, result: Tensor, args: tuple[Any, ...]) -> None:
         if result.is_meta or (type(result) is not Tensor and isinstance(result, FakeTensor)):
             return  # DTensor computes shapes of whole tensors this way; no rank holds them
@@ -468,14 +365,13 @@ class Watch(InPlaceOfLifting):
         if where == "forward" and operator.reads_weights:
             vectors = (arg for arg in args if type(arg) in PLAIN and arg.ndim == 1 and arg.numel() >= LEAST_OPERAND)
             matrices = args[-1:] if operator.name in ("mm", "addmm") else ()
-            self._operands += (_sums(tensor) for tensor in (*vectors, *matrices) if tensor.is_floating_point())
+            self._operands += (sums_of_tensor(tensor) for tensor in (*vectors, *matrices) if tensor.is_floating_point())
         if operator.is_product and not self._updating:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
             self.products[dtype_name(result.dtype), phase] += 1
             if operator.name == "_scaled_mm":
-                self.float8 += 1
-                self.float8_error = max(self.float8_error, product_error(args, result))
+                self.float8_product(product_error(args, result))
             if operator.name in LINEAR:
                 if phase == "backward":
                     self._multiplying.add(where)
@@ -538,7 +434,6 @@ class Watch(InPlaceOfLifting):
             "products": [[*key, count] for key, count in sorted(self.products.items())],
             "linear": [[*entry] for entry in sorted(self.linear.items()) if entry[1]],
             "compiled": self.compiled,
-            "te": self.te,
             "again": self.again,
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),
@@ -546,12 +441,7 @@ class Watch(InPlaceOfLifting):
             "boundaries": self.boundaries,
             "float8": self.float8,
             "float8_error": self.float8_error,
-            "float8_casts": [[*cast, count] for cast, count in sorted(self.casts.items(), key=str)],
-            "float8_scales": self._scales.hexdigest() if self.casts else "",
-            **({"float8_scale_ratios": self.delayed.ratios} if self.delayed and self.delayed.ratios else {}),
-            **({"float8_amaxes": self.delayed.amaxes} if self.delayed and self.delayed.amaxes else {}),
-            **({"updated": [[*key, count] for key, count in sorted(self.updated.items())]} if self.updated else {}),
-            **({"float8_updates": self.delayed.updates} if self.delayed and self.delayed.updates else {}),
+            **self.library.to_json(),
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],
@@ -565,11 +455,6 @@ class Watch(InPlaceOfLifting):
             **({"gathered": [[*key, count] for key, count in sorted(self.gathered.items())]} if self.gathered else {}),
             **({"drawn": [[*key, count] for key, count in sorted(self.drawn.items())]} if self.drawn else {}),
         }
-
-
-def _sums(tensor: Tensor) -> tuple[tuple[int, int], Tensor]:
-    wide = tensor.detach().double()
-    return (tensor.ndim, tensor.numel()), torch.stack([wide.sum(), wide.norm()])
 
 
 def _groups(rows: Tensor) -> list[int]:

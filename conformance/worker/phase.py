@@ -36,7 +36,7 @@ from conformance.spec.objectives import all_observables
 from conformance.spec.observables import LOGPROBS, MOMENTS, POLICY, STATE_KINDS, Observable, Role, StateKind, model_key
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 from conformance.worker.activation_capture import capturing
-from conformance.worker.evidence import Embedding, Watch, float8_state
+from conformance.worker.evidence import Embedding, Watch
 from conformance.worker.rank_state import (
     PeakMemory,
     Replicas,
@@ -49,6 +49,7 @@ from conformance.worker.rank_state import (
     pieces,
     seed_generators,
 )
+from conformance.worker.transformer_engine import float8_state
 
 
 def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
@@ -94,7 +95,7 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
         with own.within("observe"):
             observer.start(backend, resolved, handed=bool(phase.load) or bool(save and not phase.steps))
         batches = read_batches(phase.batches)[phase.first_step : phase.first_step + phase.steps]
-        candidates = evidence_steps(batches)
+        candidates = evidence_steps(batches, rollouts="te" in layout.options and layout.float8 is not None)
         other = None if phase.draw is None else phase.draw + 2
         # What is traced is compared with the oracle and gives no verdict, so all of it is read.
         hidden = 0 if phase.trace else len(batches) - 1
@@ -121,12 +122,14 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
         return dict(calls)
 
 
-def evidence_steps(batches: Sequence[Batch]) -> list[int]:
+def evidence_steps(batches: Sequence[Batch], *, rollouts: bool) -> list[int]:
     """Returns the steps at which evidence may be taken; it is taken at the first one, and at one of the others.
 
     Steps that begin a rollout are left out if possible, because their extra forward passes hide the training pass.
+    ``rollouts``: they are not, because evidence tells what these passes cast.
     """
-    return [batch.step for batch in batches if not batch.rollout] or [batch.step for batch in batches]
+    without = [batch.step for batch in batches if rollouts or not batch.rollout]
+    return without or [batch.step for batch in batches]
 
 
 class Drawn:
@@ -251,6 +254,7 @@ class _Observer:
         self.reseeded: list[tuple[int, str]] = []  # step and name of generators that left their stream
         self.float8_saved: dict[str, list[list[float]]] = {}  # scales and histories at the end, by direction
         self._parts = layout.tp if "seqpar" in layout.options else 1
+        self._leaves_out = "fp8ends" in layout.options
         self.continues_unread = False  # the weights after the step before were not read
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
@@ -284,7 +288,7 @@ class _Observer:
         leaks = LeakWatch() if first and self.exact else None
         watching: contextlib.AbstractContextManager[object] = leaks or contextlib.nullcontext()
         if watched:
-            self.watch = Watch(embedding=self.embedding, sequence_parts=self._parts)
+            self.watch = Watch(embedding=self.embedding, sequence_parts=self._parts, leaves_out=self._leaves_out)
             self.watch.leaks, watching = leaks, self.watch.step()
         trained = {role.name: role for role in self.roles if role.trained}
 
@@ -314,8 +318,8 @@ class _Observer:
         if watched:
             rows = sorted(row for row, t in metrics.rows.get(LOGPROBS.key, {}).items() if t.numel())
             self.evidence.append(self.watch.to_json() | {"step": batch.step, "rows": rows})
-            if first and self.header["optimizer"] == "loaded" and self.watch.delayed:
-                self.evidence[-1]["float8_began"] = self.watch.delayed.began
+            if first and self.header["optimizer"] == "loaded" and self.watch.library.delayed:
+                self.evidence[-1]["float8_began"] = self.watch.library.delayed.began
             if self.embedding and self.rank.rank == 0:
                 firsts = first_documents(batch, dp_size=self.data, accumulation=self.accumulation)
                 self.evidence[-1]["documents"] = firsts

@@ -15,6 +15,7 @@ from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
 from impl.faults.rounding import OVERFLOW_FAULTS, REMAINDER_FAULTS, ROUNDING_FAULTS
 from impl.faults.training_step import MEANS_FAULTS, STEP_FAULTS
+from impl.faults.transformer_engine import TE_FAULTS
 
 SEAMS: Mapping[str, str] = {
     # Models and what is loaded into them
@@ -182,6 +183,8 @@ SEAMS: Mapping[str, str] = {
     "is_left_out": "(Megatron's configuration, layer) -> whether a layer is kept out of float8",
     "layer_state": "(TransformerEngine's layer) -> its scales and histories as bytes, for a checkpoint",
     "load_layer_state": "(TransformerEngine's layer, bytes): takes the scales and histories of a checkpoint",
+    "leave_float8": "(enabled, ...): leaves the context of TransformerEngine's recipe, which may update histories",
+    "adapter_product": "(inputs, matrix of an adapter) -> their product",
     "is_recomputing": "() -> whether TransformerEngine's layers compute a forward pass again",
     "part_quantizers": "(TransformerEngine's layer, forward, recipe): says over which ranks magnitudes are reduced",
     "cached_weight": "(TransformerEngine's layer, weight, quantizer) -> its weight in float8, cast if it is new",
@@ -208,6 +211,7 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "LoRA adapters": ADAPTER_FAULTS,
     "Mixtures of experts": EXPERT_FAULTS,
     "Float8": FLOAT8_FAULTS,
+    "Float8 of TransformerEngine": TE_FAULTS,
     "Tensor and pipeline parallelism": MODEL_PARALLEL_FAULTS,
     "Rollouts, GRPO and PPO": RL_FAULTS,
     "Preferences, reward models and KTO": PREFERENCE_FAULTS,

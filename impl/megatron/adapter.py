@@ -307,6 +307,8 @@ class MegatronBackend(ReferenceBackend):
         "te_quantizers": f"{TRANSFORMER_ENGINE}.fp8:DelayedScalingRecipeState.make_quantizers",
         "amax_group": "megatron.core.parallel_state:get_amax_reduction_group",
         "float8_context": "megatron.core.transformer.transformer_block:get_fp8_context",
+        "leave_float8": f"{TRANSFORMER_ENGINE}.fp8:FP8GlobalStateManager.autocast_exit",
+        "adapter_product": "impl.megatron.lora:adapter_product",
         "is_left_out": "megatron.core.fp8_utils:is_first_last_bf16_layer",
         "layer_state": f"{_TE_LAYER}.get_extra_state",
         "load_layer_state": f"{_TE_LAYER}.set_extra_state",

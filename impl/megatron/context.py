@@ -28,7 +28,7 @@ from impl.engine.adapter import ReferenceContext
 from impl.interface.trainable import ContextConfig
 from impl.megatron.device_placement import placed
 from impl.megatron.model import MegatronModel
-from impl.megatron.model_config import FLOAT8_MULTIPLE
+from impl.megatron.model_config import float8_multiple
 from impl.megatron.moe_config import expert_sizes
 from impl.megatron.router import forget as forget_routers
 
@@ -143,7 +143,7 @@ class MegatronContext(ReferenceContext):
             packed=self.config.packed or layout.sp == 1,  # a single rank: rows end to end, without padding
             shipped="shipped" in layout.options,
             head_stride=layout.stride,
-            multiple=(FLOAT8_MULTIPLE if layout.float8 else 1) * (layout.tp if "seqpar" in layout.options else 1),
+            multiple=float8_multiple(layout) * (layout.tp if "seqpar" in layout.options else 1),
         )
         self.ring = RingAttention(parallel_state.get_context_parallel_group(), config)
 

@@ -3,7 +3,8 @@
 An adapter is a module of attention or MLP, beside the linear layer to whose output a hook adds scale B A x. It is cut
 as the layer is: the rows of B where the layer's rows are, the columns of A where its columns are. The other matrix is
 whole on every rank; under sequence parallelism its gradient is of a slice of the sequence, and megatron-core sums up
-the gradients of marked parameters.
+the gradients of marked parameters. TransformerEngine's layers that contain the preceding norm return its output, which
+the adapter reads. Adapters multiply in the dtype of activations, also where layers multiply in float8.
 """
 
 from dataclasses import replace
@@ -43,12 +44,28 @@ def add_adapters(chunk: Any, shape: ModelShape) -> None:
     """Adds adapters without numbers to a GPTModel."""
     assert shape.adapters
     for layer in chunk.decoder.layers:
+        contain_norms: dict[str, Any] = {}
         for projection in shape.adapters.of_layer(layer.layer_number - 1):
             owner, _, linear = LINEAR[projection].partition(".")
             parent, prefix = getattr(layer, owner), f"decoder.layers.{layer.layer_number - 1}"
             adapter = Adapter(f"{prefix}.{owner}.adapter_{projection}", shape, chunk.config)
             parent.add_module(f"adapter_{projection}", adapter)
             getattr(parent, linear).register_forward_hook(adapter.add)
+            if getattr(getattr(parent, linear), "return_layernorm_output", None) is not None:
+                contain_norms[linear] = getattr(parent, linear)
+        for module in contain_norms.values():
+            module.return_layernorm_output = True
+            module.register_forward_hook(_without_norm)
+
+
+def _without_norm(_: Any, __: tuple[Tensor, ...], output: tuple[tuple[Tensor, Tensor], None]) -> tuple[Tensor, None]:
+    """Removes the norm's output from what a layer returns, behind the adapters' hooks."""
+    (result, _), bias = output
+    return result, bias
+
+
+def adapter_product(inputs: Tensor, matrix: Tensor) -> Tensor:
+    return F.linear(inputs, matrix)
 
 
 class Adapter(torch.nn.Module):
@@ -73,21 +90,25 @@ class Adapter(torch.nn.Module):
         self.register_buffer("rows", torch.cat(rows).to(options["device"]), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = F.linear(inputs, self.lora_a)
+        hidden = adapter_product(inputs, self.lora_a)
         if self.by_rows:
             spread = gather_from_sequence_parallel_region if self.sequence else copy_to_tensor_model_parallel_region
         else:
             scatter = reduce_scatter_to_sequence_parallel_region
             spread = scatter if self.sequence else reduce_from_tensor_model_parallel_region
-        return self.scale * F.linear(spread(hidden), self.lora_b)
+        return self.scale * adapter_product(spread(hidden), self.lora_b)
 
-    def add(self, _: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-        """Returns the output of the layer for ``inputs`` with the adapter's.
+    def add(self, _: Any, inputs: tuple[Tensor, ...], output: tuple[Any, Tensor | None]) -> Any:
+        """Returns the output of the layer for ``inputs`` with the adapter's. A layer that contains the norm returns the
+        norm's output as well, which is the adapter's input.
 
         The module is called: where gathers overlap, megatron-core's hook of a module waits for its updated parameters.
         """
-        (result, bias), added = output, self(inputs[0])
-        return result.index_add(-1, self.rows, added) if self.by_rows else result + added, bias
+        result, bias = output
+        result, *normed = result if isinstance(result, tuple) else (result,)
+        added = self(*(normed or inputs[:1]))
+        result = result.index_add(-1, self.rows, added) if self.by_rows else result + added
+        return (result, *normed) if normed else result, bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         axes = {"lora_b": 0} if self.by_rows else {"lora_a": 1}

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from conformance.core.errors import UsageError
 from conformance.core.io import read_json
+from conformance.spec.conventions import BLOCK
+from conformance.spec.layout import Layout
 from conformance.spec.observables import Head
 from impl.megatron.moe_config import (
     DEEPSEEK_V2,
@@ -214,6 +216,15 @@ HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": 
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
 FLOAT8_MULTIPLE = 16  # of the sizes of matrices that TransformerEngine multiplies in float8, tokens among them
+
+
+def float8_multiple(layout: Layout) -> int:
+    """Returns the multiple of tokens to which a row, or with sequence parallelism a rank's part of it, is filled up."""
+    if layout.float8 == "fp8block" and "seqpar" in layout.options:
+        return BLOCK
+    return FLOAT8_MULTIPLE if layout.float8 else 1
+
+
 _SIZES = ("attention_factor", "mscale", "mscale_all_dim")  # keys that scale cos and sin under yarn
 _DROPOUTS = ("embd_pdrop", "resid_pdrop")
 VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head

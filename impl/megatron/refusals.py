@@ -9,7 +9,7 @@ import torch
 
 from conformance.core.packages import is_installed
 from conformance.runtime.gpu_inventory import gpus_of_host, installed_gpus
-from conformance.spec.conventions import model_config
+from conformance.spec.conventions import BLOCK, model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import LoraConfig, Scenario
 from impl.megatron.model_config import FLOAT8_MULTIPLE, ModelShape
@@ -29,6 +29,7 @@ NEEDED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "fp8block": ((2, 3), (9, 0)),
 }
 BESIDE = {"te", "fp8ends", "overlap", "ckpt", "seqpar"}  # options that cells in float8 may have
+JUDGED = ("sft", "grpo", "ppo")  # kinds of objectives that cells in float8 may have
 
 
 def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
@@ -37,19 +38,28 @@ def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str
         return ""
     if "te" not in layout.options or recipe not in RECIPES:
         return f"Megatron multiplies in float8 by TransformerEngine; use te with {', '.join(RECIPES)}, or fsdp2"
-    if scenario.objective.kind != "sft" or scenario.lora:
-        return f"{recipe} is judged for supervised fine-tuning without adapters only; leave it out"
+    if scenario.objective.kind not in JUDGED:
+        return (
+            f"{recipe} was tried for {', '.join(JUDGED)}, and not for {scenario.objective.kind}; use one of these, or "
+            f"leave {recipe} out"
+        )
     if scenario.tier.is_loss_scaled:
         return "the loss scale of fp16 moves what float8 rounds; use bf16"
-    if layout != Layout(dp=layout.dp, tp=layout.tp, pp=layout.pp, zero=layout.zero, options=layout.options):
-        return f"beside {recipe} only dp, tp, pp and zero are built into this backend; leave other axes out"
+    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "vpp", "zero")}
+    if layout != Layout(**axes, options=layout.options):
+        return f"beside {recipe} only {', '.join(axes)} are built into this backend; leave other axes out"
+    if recipe == "fp8delayed" and layout.vpp > 1 and scenario.objective.reads == "rollouts":
+        return (
+            "the first micro-batch of a virtual stage moves the histories of the others, which then end a rollout "
+            "apart from it, and the reference does not model this; use vpp1, or fp8tensor"
+        )
+    if recipe == "fp8block" and "seqpar" in layout.options and shape.hidden % BLOCK:
+        return (
+            f"TransformerEngine gathers blocks of {BLOCK} x {BLOCK} numbers only, and the model has "
+            f"hidden_size={shape.hidden}; use another model, fp8tensor or fp8delayed, or leave seqpar out"
+        )
     if others := {*layout.options} - BESIDE - {recipe}:
         return f"{', '.join(sorted(others))} is not built into this backend beside {recipe}; leave it out"
-    if recipe == "fp8block" and "seqpar" in layout.options:
-        return (
-            "beside seqpar TransformerEngine casts each rank's part of the sequence in blocks of its own, which the "
-            "reference does not; leave seqpar out, or use fp8tensor or fp8delayed"
-        )
     cut = {"intermediate_size": shape.ffn, "heads x head_dim": shape.attended}  # shared out among tp ranks
     sizes = {"hidden_size": (shape.hidden, 1), **{name: (size, layout.tp) for name, size in cut.items()}}
     if uneven := [f"{name}={size}" for name, (size, ranks) in sizes.items() if size % (FLOAT8_MULTIPLE * ranks)]:
@@ -65,8 +75,6 @@ def float8_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str
     if "fp8ends" in layout.options:
         if recipe == "fp8delayed":
             return "Megatron's delayed scaling leaves no layers out; leave fp8ends out, or use fp8tensor"
-        if layout.pp > 1:
-            return "the layers that fp8ends leaves out are of two stages, which is not built in; use pp1"
         if model_config(scenario).get("num_hidden_layers", 0) < 3:
             return "fp8ends leaves the first and the last layer out, and the model has no other; leave it out"
     return ""
@@ -209,10 +217,10 @@ def muon_refused(scenario: Scenario, layout: Layout, shape: ModelShape) -> str:
 
 def adapters_refused(scenario: Scenario, lora: LoraConfig, layout: Layout, shape: ModelShape) -> str:
     """Explains why the adapters of a cell are not built in; empty if they are."""
-    if shape.mixture or shape.latent or shape.fused or "te" in layout.options:
+    if shape.mixture or shape.latent or shape.fused:
         return (
-            "adapters of experts, of latent attention, of projections that Hugging Face fuses, and beside te "
-            "are not built in for megatron; use fsdp2"
+            "adapters of experts, of latent attention and of projections that Hugging Face fuses are not built in for "
+            "megatron; use fsdp2"
         )
     if scenario.tier.is_loss_scaled:
         return "a frozen base has no float32 masters, and fp16 rounds it; use bf16, whose digits published weights have"

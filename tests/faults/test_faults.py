@@ -32,6 +32,7 @@ from impl.faults.models import MERGE_FAULTS
 from impl.faults.optimizer import MEGATRON_MUON_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rounding import OVERFLOW_FAULTS, REMAINDER_FAULTS, ROUNDING_FAULTS
+from impl.faults.transformer_engine import TE_FAULTS
 from impl.models.loading import empty_model
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
@@ -40,6 +41,7 @@ ELSEWHERE = (
     *RESUME_FAULTS,
     *MERGE_FAULTS,
     *FLOAT8_FAULTS,
+    *TE_FAULTS,
     *ROUNDING_FAULTS,
     *REMAINDER_FAULTS,
     *MEGATRON_MUON_FAULTS,

@@ -2,15 +2,19 @@
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from evidence_ranks import LINEAR
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from conformance.judge.measurements import _float8_state
 from conformance.judge.step_evidence import Step
-from conformance.judge.work_evidence import CASTS, work_claims
+from conformance.judge.work_evidence import CASTS, sums_of, work_claims, wrong_operands
 from conformance.judge.work_evidence import _te_casts as te_claims
 from conformance.spec.layout import Float8Recipe, Layout
 from conformance.spec.scenario import parse_scenario
@@ -172,7 +176,9 @@ def test_gradients_of_each_micro_batch_with_targets_update_histories(targets: li
     for backward in range(5):
         ranks = [
             one
-            | {"float8_casts": casts("fp8delayed"), "float8_updates": {"forward": 3, "backward": backward}, "rows": []}
+            | {"float8_casts": casts("fp8delayed", counts=dict.fromkeys(("input", "weight", "gradient"), 24))}
+            | {"float8_updates": {"forward": 3, "backward": backward}}
+            | {"te": 12, "step": 0, "rows": [], "float8_moved": {"forward": 8, "backward": 4}}
             for one in (ONE, OTHER)
         ]
         claims = work_claims(
@@ -190,6 +196,134 @@ def test_histories_that_were_not_seen_hold_no_claim() -> None:
         "histories are updated once a micro-batch",
     }
     assert broken("fp8delayed", [one]) == {*unseen, "histories hold the largest magnitudes of all ranks"}
+
+
+def test_passes_over_rollouts_have_no_backward_products() -> None:
+    """Of three passes one is trained, so that of twelve products forward four have gradients."""
+    rank = {"te": 12, "float8_casts": casts("fp8tensor", counts={"input": 16, "weight": 16})}
+    third = te_claims("fp8tensor", [rank], kept=Fraction(1), frozen=False, updates=UPDATES, trained=Fraction(1, 3))
+    assert all(holds for _, holds, _ in third)
+    assert broken("fp8tensor", [rank]) == {"products for gradients are in float8 as well"}
+
+
+@pytest.mark.parametrize(
+    ("counts", "holds"),
+    [
+        ({"input": 4, "weight": 8, "gradient": 4}, True),
+        ({"input": 4, "weight": 7, "gradient": 3}, True),  # the first layer's input needs no gradient
+        ({"input": 4, "weight": 5, "gradient": 1}, False),
+        ({"input": 8, "weight": 8, "gradient": 8}, False),  # weights have gradients
+    ],
+)
+def test_frozen_weights_have_no_gradients_beside_adapters(counts: dict[str, int], holds: bool) -> None:
+    rank = {"te": 4, "float8_casts": casts("fp8tensor", counts=counts)}
+    claims = te_claims("fp8tensor", [rank], kept=Fraction(1), frozen=True, updates=UPDATES, adapted=1)
+    wrong = {claim for claim, found, _ in claims if not found}
+    assert wrong == (
+        set() if holds else {"products for gradients of inputs are in float8, and frozen weights have none"}
+    )
+
+
+def test_stages_leave_out_layers_of_their_own() -> None:
+    """Of three layers the first is on the first stage, and the other two are on the last one."""
+    ranks = [{"te": 4, "float8_casts": []}, {"te": 8, "float8_casts": casts("fp8tensor")}]
+    claims = te_claims("fp8tensor", ranks, kept=Fraction(1, 3), frozen=False, updates=UPDATES, stages=2)
+    assert {claim for claim, holds, _ in claims if not holds} == set()
+    ranks[1] = ranks[1] | {"te": 12}
+    claims = te_claims("fp8tensor", ranks, kept=Fraction(1, 3), frozen=False, updates=UPDATES, stages=2)
+    assert "forward products of these layers are in float8" in {claim for claim, holds, _ in claims if not holds}
+
+
+@pytest.mark.parametrize(
+    ("gathered", "holds"),
+    [
+        ([[[[0, 1], "a", 4]], [[[0, 1], "a", 4]], [[[2, 3], "b", 4]], [[[2, 3], "b", 4]]], True),
+        ([[[[0, 1], "a", 4]], [[[0, 1], "c", 4]], [[[2, 3], "b", 4]], [[[2, 3], "b", 4]]], False),
+        ([[[[0, 1], "a", 4]], [[[0, 1], "a", 5]], [[[2, 3], "b", 4]], [[[2, 3], "b", 4]]], False),
+        ([[[[0, 1], "a", 4]], [], [[[2, 3], "b", 4]], [[[2, 3], "b", 4]]], False),
+        ([[], [], [], []], False),
+    ],
+)
+def test_parts_of_gathered_operands_have_one_scale(gathered: list[Any], holds: bool) -> None:
+    ranks = [{"te": 4, "float8_casts": casts("fp8tensor"), "float8_gathered": one} for one in gathered]
+    claims = te_claims("fp8tensor", ranks, kept=Fraction(1), frozen=False, updates=UPDATES, gathers=True)
+    assert {claim for claim, found, _ in claims if not found} == (
+        set() if holds else {"operands that ranks gather have one scale"}
+    )
+
+
+def test_histories_of_all_operands_move() -> None:
+    """As those of one of two models or chunks do not, if it notes its magnitudes in those of the other one."""
+    moved = {"forward": Fraction(2, 3), "backward": Fraction(1, 3)}
+    for found, adapted, holds in (
+        ({"forward": 8, "backward": 4}, 0, True),
+        ({"forward": 4, "backward": 4}, 0, False),
+        ({"forward": 8, "backward": 3}, 0, False),
+        ({"forward": 8, "backward": 3}, 1, True),
+        ({}, 0, False),
+    ):
+        rank = ONE | {"te": 12, "float8_casts": casts("fp8delayed"), "float8_moved": found}
+        claims = te_claims(
+            "fp8delayed", [rank], kept=Fraction(1), frozen=True, updates=UPDATES, moved=moved, adapted=adapted
+        )
+        seen = [good for claim, good, _ in claims if claim.startswith("histories of all operands are updated")]
+        assert all(seen) is holds
+        assert len(seen) == 2
+
+
+def shown_phase(path: Path, layout: str, rank: dict[str, Any], *, ranks: int = 1) -> Any:
+    """A phase whose weights as loaded are those of two matrices of three layers, and of an adapter."""
+    numbers = torch.Generator().manual_seed(1)
+    names = [f"model.layers.{n}.{name}.weight" for n in range(3) for name in ("self_attn.o_proj", "mlp.down_proj")]
+    names += [f"model.layers.1.mlp.down_proj.lora_{part}.weight" for part in "AB"]
+    weights = {f"weight/{name}": torch.randn(8, 4, generator=numbers) for name in names}
+    save_file(weights, path / "weights.safetensors")
+    seen = {key: [sums for name in of for sums in parts(weights[f"weight/{name}"], ranks)] for key, of in rank.items()}
+    return SimpleNamespace(
+        layout=Layout.parse(layout),
+        header={"first_step": 0},
+        footer={
+            "evidence": [{"step": 0, **{key: found[n::ranks] for key, found in seen.items()}} for n in range(ranks)]
+        },
+        loaded=SimpleNamespace(open=lambda: safe_open(path / "weights.safetensors", "pt")),
+        steps=[],
+    )
+
+
+def parts(weight: torch.Tensor, ranks: int) -> list[tuple[int, int, float, float]]:
+    return [sums_of(part.double()) for part in weight.chunk(ranks, 1)]
+
+
+def matrices(*layers: int) -> list[str]:
+    return [f"model.layers.{n}.{name}.weight" for n in layers for name in ("self_attn.o_proj", "mlp.down_proj")]
+
+
+@pytest.mark.parametrize("layout", ["pp2.te.fp8tensor.fp8ends", "tp2.te.fp8tensor.fp8ends"])
+@pytest.mark.parametrize(
+    ("left_out", "where"), [((0, 2), ""), ((1, 2), "[1, 2]"), ((0, 1, 2), "[0, 1, 2]"), ((), "[]")]
+)
+def test_the_layers_that_are_left_out_are_known_by_their_weights(
+    tmp_path: Path, layout: str, left_out: tuple[int, ...], where: str
+) -> None:
+    """Of tensor-parallel ranks by their parts; as many products are in float8 whichever layers are left out."""
+    ranks = Layout.parse(layout).tp
+    phase = shown_phase(tmp_path, layout, {"float8_left_out": matrices(*left_out)}, ranks=ranks)
+    found = [*wrong_operands(phase, parse_scenario(SGD), 3)]
+    assert found == [("the first and the last layer are left out of float8", 0, where and f"observed layers {where}")]
+
+
+@pytest.mark.parametrize(("matrices", "names"), [("AB", ""), ("A", "down_proj"), ("", "down_proj")])
+def test_adapters_are_known_by_their_numbers(tmp_path: Path, matrices: str, names: str) -> None:
+    operands = [f"model.layers.1.mlp.down_proj.lora_{part}.weight" for part in matrices]
+    phase = shown_phase(tmp_path, "dp2.te.fp8tensor", {"operands": operands})
+    scenario = parse_scenario(SGD | {"lora": {"r": 4, "lora_alpha": 4, "target_modules": ["down_proj"]}})
+    ((claim, step, where),) = wrong_operands(phase, scenario, 3)
+    assert (claim, step) == ("adapters multiply as they are, and not in float8", 0)
+    assert names in where
+    assert bool(names) is bool(where)
+
+
+SGD: Any = {"name": "x", "model": "m", "precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.1}}
 
 
 def of_layers(*, layers: int = 2) -> dict[str, list[list[float]]]:

@@ -29,15 +29,15 @@ from conformance.runtime.gpu_inventory import Gpu, gpus_of_host, shares_of
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
-from conformance.worker.evidence import HISTORIES
+from conformance.worker.transformer_engine import HISTORIES
 from impl.faults.declaration import with_program, with_resume
-from impl.faults.float8 import FLOAT8_FAULTS
+from impl.faults.transformer_engine import TE_FAULTS
 from impl.megatron import refusals
 from impl.megatron.model_config import read_shape, stages
 from impl.megatron.refusals import RECIPES, float8_refused
 
 GPUS = torch.cuda.device_count()
-NAMES = [fault.name for fault in FLOAT8_FAULTS if "megatron" in fault.cells.layouts]
+NAMES = [fault.name for fault in TE_FAULTS]
 
 
 def cell(
@@ -60,11 +60,27 @@ def cell(
     [
         ("sft-packed", "dp2.fp8tensor", "fp32", {}, "use te with fp8tensor, fp8delayed, fp8block, or fsdp2"),
         ("sft-packed", "dp2.te.fp8row", "fp32", {}, "use te with fp8tensor, fp8delayed, fp8block, or fsdp2"),
-        ("grpo", "dp2.te.fp8tensor", "bf16", {}, "supervised fine-tuning without adapters"),
+        (
+            "dpo",
+            "dp2.te.fp8tensor",
+            "bf16",
+            {},
+            "for sft, grpo, ppo, and not for dpo; use one of these, or leave",
+        ),
+        *((name, "dp2.te.fp8delayed", "fp32", {}, "") for name in ("grpo", "ppo", "sft-lora", "grpo-lora")),
+        ("sft-packed", "pp2.vpp2.te.fp8delayed", "fp32", {}, ""),
+        ("grpo", "pp2.vpp2.te.fp8tensor", "fp32", {}, ""),
+        (
+            "grpo",
+            "pp2.vpp2.te.fp8delayed",
+            "fp32",
+            {},
+            "which then end a rollout apart .*; use vpp1, or fp8tensor",
+        ),
+        ("sft-packed", "sp2.te.fp8block", "fp32", {}, "only dp, tp, pp, vpp, zero are built .*; leave other axes out"),
         ("sft-packed", "dp2.te.fp8tensor", "fp16", {}, "use bf16"),
         ("sft-packed", "pp2.te.fp8block", "fp32", {}, ""),
-        ("sft-packed", "pp2.te.fp8block.fp8ends", "fp32", {}, "of two stages, which is not built in; use pp1"),
-        ("sft-packed", "pp2.vpp2.te.fp8block", "fp32", {}, "only dp, tp, pp and zero are built .*; leave other axes"),
+        ("sft-packed", "pp2.te.fp8block.fp8ends", "fp32", {}, "the model has no other; leave it out"),
         (
             "sft-packed",
             "dp2.tp2.te.fp8block",
@@ -73,13 +89,8 @@ def cell(
             "16, also on each of 2 ranks, .* has intermediate_size=336; use",
         ),
         ("sft-packed", "dp2.tp2.te.fp8block", "fp32", {"ffn": 352}, ""),
-        (
-            "sft-packed",
-            "tp2.te.fp8block.seqpar",
-            "fp32",
-            {"ffn": 352},
-            "blocks of its own.*use fp8tensor or fp8delayed",
-        ),
+        ("sft-packed", "tp2.te.fp8block.seqpar", "fp32", {"ffn": 352}, "blocks of 128 x 128 .* hidden_size=192; use"),
+        ("sft-packed", "tp2.te.fp8block.seqpar", "fp32", {"ffn": 352, "hidden": 256}, ""),
         ("sft-packed", "tp2.te.fp8delayed.seqpar", "fp32", {"ffn": 352}, ""),
         ("sft-packed", "dp2.te.fp8tensor.ckpt", "fp32", {}, ""),
         (

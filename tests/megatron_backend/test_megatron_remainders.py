@@ -27,7 +27,8 @@ from conformance.runner.session import Session
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
-from conformance.worker.evidence import FUSED_ADAM, Watch
+from conformance.worker.evidence import Watch
+from conformance.worker.transformer_engine import FUSED_ADAM
 from impl.faults.declaration import with_program
 from impl.faults.rounding import REMAINDER_FAULTS
 from impl.megatron import refusals

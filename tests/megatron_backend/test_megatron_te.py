@@ -30,8 +30,9 @@ from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.runtime.messages import RankContext
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
-from conformance.worker.evidence import TRANSFORMER_ENGINE, Watch
+from conformance.worker.evidence import Watch
 from conformance.worker.phase import run_phase
+from conformance.worker.transformer_engine import TRANSFORMER_ENGINE
 from impl.interface.trainable import ContextConfig
 from impl.megatron import adapter as startup
 from impl.megatron import refusals
@@ -235,6 +236,31 @@ def test_norms_in_linear_layers_have_the_names_that_they_have_apart() -> None:
         assert parameter_names(chunk([apart])) == {f"decoder.layers.0.{apart}": f"decoder.layers.2.{apart}"}
 
 
+def test_adapters_read_what_the_norm_inside_of_a_layer_gives() -> None:
+    """And the layer returns what it returned, behind the hooks of all its adapters."""
+    from impl.megatron.lora import Adapter, _without_norm
+
+    raw, normed, rows = torch.ones(5, 1, 4), torch.full((5, 1, 4), 3.0), torch.tensor([1, 2])
+
+    class Twice:
+        by_rows = True
+
+        def __init__(self) -> None:
+            self.rows = rows
+
+        def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+            return 2 * inputs[..., :2]
+
+    output: Any = (raw.new_zeros(5, 1, 6), normed), None
+    for _ in range(2):
+        output = Adapter.add(Twice(), None, (raw,), output)  # type: ignore[arg-type]
+    result, bias = _without_norm(None, (raw,), output)
+    assert bias is None
+    assert result[0, 0].tolist() == [0, 12, 12, 0, 0, 0]
+    apart, _ = Adapter.add(Twice(), None, (raw,), (raw.new_zeros(5, 1, 6), None))  # type: ignore[arg-type]
+    assert apart[0, 0].tolist() == [0, 2, 2, 0, 0, 0]
+
+
 class Product(torch.autograd.Function):
     """A linear layer that asks a library for its products, as TransformerEngine's does; ``again``: once more before the
     backward pass, as where activations are recomputed."""
@@ -271,7 +297,7 @@ def test_products_that_torch_does_not_see_are_counted(monkeypatch: pytest.Monkey
     assert library.generic_gemm is gemm
     recomputed = {("float32", "recomputed"): 1} if again else {}
     assert watch.products == {("float32", "forward"): 1, ("float32", "backward"): 2, **recomputed}
-    assert (watch.linear, watch.te, watch.again) == ({"float32": 1}, 1, int(again))
+    assert (watch.linear, watch.library.te, watch.again) == ({"float32": 1}, 1, int(again))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -13,8 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.runtime import Pool
-from conformance.worker.evidence import HISTORIES, TRANSFORMER_ENGINE, Watch, float8_state
-from conformance.worker.operators import DelayedScales, te_cast, te_largest, te_product_error
+from conformance.worker.evidence import Watch
+from conformance.worker.transformer_engine import (
+    HISTORIES,
+    TRANSFORMER_ENGINE,
+    DelayedScales,
+    float8_state,
+    te_cast,
+    te_largest,
+    te_product_error,
+)
 
 
 def drawn(*shape: int) -> Tensor:
@@ -132,10 +140,10 @@ def test_products_in_float8_are_counted_with_their_errors(monkeypatch: pytest.Mo
         watch = Watch()
         with watch.step():
             library.generic_gemm(w, True, x, False, *rest, is_gradient)
-        assert (watch.float8, watch.te) == (1, 1)
+        assert (watch.float8, watch.library.te) == (1, 1)
         assert watch.float8_error < 1e-6
         assert watch.linear == {"float32": 1}, "what the suite multiplies is not counted"
-        assert watch.casts == {(one, "e4m3fn", "tensor", False, True, True): 1 for one in ("input", "weight")}
+        assert watch.library.casts == {(one, "e4m3fn", "tensor", False, True, True): 1 for one in ("input", "weight")}
 
 
 @pytest.mark.parametrize("keeps", ["_transpose", "both"])
@@ -151,7 +159,10 @@ def test_a_transposed_copy_of_other_numbers_is_counted(monkeypatch: pytest.Monke
         library.generic_gemm(w, True, x, False, *rest[:-1], False)
         for weight in (w, stale):
             library.generic_gemm(weight, False, g, False, *rest)
-    assert {cast[-1]: count for cast, count in watch.casts.items() if cast[0] == "weight"} == {True: 2, False: 1}
+    assert {cast[-1]: count for cast, count in watch.library.casts.items() if cast[0] == "weight"} == {
+        True: 2,
+        False: 1,
+    }
 
 
 class Delayed:
@@ -248,7 +259,7 @@ def test_updates_of_scales_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
                 Manager.reduce_and_update_fp8_tensors(forward=True)
                 Manager.reduce_and_update_fp8_tensors(forward=False)
             library.cast(3.0, 0.0, 0.0)  # the weight is not cast again
-    foreign = [cast[0] for cast in watch.casts.elements() if not cast[4]]
+    foreign = [cast[0] for cast in watch.library.casts.elements() if not cast[4]]
     assert sorted(foreign) == ["input", "input", "weight"], "an input is cast anew, a weight once a step"
     assert watch.to_json()["float8_amaxes"] == [(3, 3), (448, 448), (9, 9)]
     assert watch.to_json()["float8_scale_ratios"] == pytest.approx([1, 1])
@@ -347,6 +358,25 @@ def test_a_layer_that_is_recomputed_is_no_lost_magnitude_and_no_second_update() 
     is_counted = True
     one_pass(4.0, 0.0, 9.0)
     assert watched.updates == {"forward": 5}
+
+
+def test_a_history_may_hold_a_pass_before_that_no_update_ended() -> None:
+    """As of a rollout, but not the larger magnitude of another operand of the same pass."""
+    watched, one = DelayedScales(library := Delayed()), torch.ones(1)
+
+    def passes(magnitude: float) -> bool:
+        return watched.gave(one, "forward", largest=torch.tensor(magnitude, dtype=torch.float64))
+
+    library.cast(4.0, 0.0, 0.0)
+    assert passes(4.0)
+    assert not passes(2.0)
+    watched.end_pass()
+    assert passes(2.0)
+    assert passes(4.0)
+    assert not passes(8.0), "the history lacks it"
+    library.cast(8.0, 0.0, 0.0)
+    assert passes(8.0)
+    assert not passes(2.0), "this pass has noted another"
 
 
 def test_parts_of_the_sequence_have_magnitudes_of_their_own(pool: Pool, tmp_path: Path) -> None:

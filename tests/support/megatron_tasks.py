@@ -27,7 +27,8 @@ from conformance.runtime import RankContext
 from conformance.spec.layout import Layout
 from conformance.spec.observables import Head, StateKind
 from conformance.spec.precision import PrecisionName
-from conformance.worker.evidence import HISTORIES, TRANSFORMER_ENGINE, Watch
+from conformance.worker.evidence import Watch
+from conformance.worker.transformer_engine import HISTORIES, TRANSFORMER_ENGINE
 from impl.interface.micro_batches import MicroBatch, OutputName, Outputs, collate
 from impl.interface.trainable import Context, ContextConfig, Trainable, get_context
 from impl.megatron.context import MegatronContext
@@ -384,6 +385,6 @@ def magnitudes_that_pass(context: RankContext, *, parts: int) -> dict[str, list[
                 x = SimpleNamespace(_data=data, _transpose=None, _scale_inv=torch.ones(1), _fp8_dtype="E4M3")
                 x.size = data.size
                 library.generic_gemm(x, True, x, False, *[None] * 7, False)
-            is_own = next(cast[4] for cast in watch.casts if cast[0] == name.split()[-1])
+            is_own = next(cast[4] for cast in watch.library.casts if cast[0] == name.split()[-1])
             passed.setdefault(name, []).extend([magnitude] * is_own)
     return passed
