@@ -48,6 +48,7 @@ from conformance.models.folders import (
     VALUE_HEAD,
     generator_of,
     has_weights,
+    is_base_of,
     key_of,
     noisy,
     value_head,
@@ -258,11 +259,13 @@ def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) 
         write_adapter(out / ADAPTER, scenario.lora, model.shapes(), key=key)
     where: dict[str, str] = {}
     is_value = role.head == "value"
+    is_rounded = is_base_of(scenario, role) or scenario.tier.stored is not None
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for number, all_ in enumerate(_files(model), start=1):
             names = [name for name in all_ if not (is_value and name in HEADS)]
             file = f"model-{number:05d}.safetensors"
-            tensors = threads.map(partial(_drawn, model, role, "" if key == "0" else key), names)
+            drawn = partial(_drawn, model, role, "" if key == "0" else key, rounded=is_rounded)
+            tensors = threads.map(drawn, names)
             save_file(dict(zip(names, tensors, strict=True)), out / file, metadata={"format": "pt"})
             where |= dict.fromkeys(names, file)
     if is_value:
@@ -286,7 +289,8 @@ def _files(model: RandomModel) -> Iterator[list[str]]:
     yield names
 
 
-def _drawn(model: RandomModel, role: Role, key: str, name: str) -> Tensor:
+def _drawn(model: RandomModel, role: Role, key: str, name: str, *, rounded: bool) -> Tensor:
+    """Draws a tensor. rounded: to numbers that bf16 can represent; the dtype stays."""
     shape = model.shapes()[name]
     numbers = torch.randn(shape, generator=generator_of(f"{model.recipe.seed} random {name}"))
     if name.endswith("norm.weight"):
@@ -295,4 +299,5 @@ def _drawn(model: RandomModel, role: Role, key: str, name: str) -> Tensor:
     else:
         numbers = numbers * model.recipe.deviation
     drawn = numbers.to(model.dtype)
-    return noisy(drawn, role, key=f"{key} {name}") if key else drawn
+    drawn = noisy(drawn, role, key=f"{key} {name}") if key else drawn
+    return drawn.bfloat16().to(drawn.dtype) if rounded else drawn

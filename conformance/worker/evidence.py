@@ -423,7 +423,8 @@ class Watch(InPlaceOfLifting):
 
     def _read_operands(self) -> list[tuple[int, int, float, float]]:
         sizes = [size for size, _ in self._operands]
-        numbers = torch.stack([sums for _, sums in self._operands]).tolist() if sizes else []
+        device = self._operands[0][1].device if sizes else None  # a rollout's columns may be computed on the CPU
+        numbers = torch.stack([sums.to(device) for _, sums in self._operands]).tolist() if sizes else []
         found = {(*size, *sums) for size, sums in zip(sizes, numbers, strict=True) if all(map(math.isfinite, sums))}
         return sorted(found)
 

@@ -29,7 +29,7 @@ FURTHER = [
 ]
 TINY = ["pangu", "llama", "qwen3", "gemma3", *FURTHER]
 ODD = [f"{name}-odd" for name in [*TINY] if name not in ("llama", "qwen2")]  # one for each model_type
-EVEN = ["llama-even", "llama-even-deep", "llama-even-stages"]
+EVEN = ["llama-even", "llama-even-deep", "llama-even-stages", "llama-even-blocks"]
 TIED = {"qwen3", "gemma3", "qwen2", "qwen2-yarn", "llama3", "gemma2", "qwen3-moe", "qwen2-moe", "deepseek-v3"}
 
 
