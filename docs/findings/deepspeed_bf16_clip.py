@@ -27,6 +27,8 @@ def clipped(stage: int, gradients: torch.Tensor, norm: torch.Tensor) -> torch.Te
 
 
 def main() -> int:
+    if not torch.cuda.is_available():
+        sys.exit("needs a GPU")
     torch.manual_seed(0)
     gradients, norm = torch.randn(10_000).bfloat16(), torch.tensor(4.646)
     factor = 1 / torch.clamp((norm + 1e-6) / LIMIT, min=1.0)

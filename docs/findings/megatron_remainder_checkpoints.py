@@ -49,6 +49,8 @@ def remainders(optimizer: Any) -> torch.Tensor:
 
 
 def main() -> int:
+    if not torch.cuda.is_available():
+        sys.exit("needs a GPU")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"}
     dist.init_process_group("nccl", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
