@@ -9,7 +9,6 @@ were judged than required, or the output folder is not writable). A run that a s
 import argparse
 import errno
 import io
-import math
 import os
 import signal
 import sys
@@ -40,6 +39,7 @@ from conformance.matrix.options import (
     Portion,
     Ranks,
     Selection,
+    positive_number,
 )
 from conformance.runtime.preload_server import import_ahead
 
@@ -219,21 +219,13 @@ def _gpu_count(text: str) -> int:
     return int(text)
 
 
-def _gigabytes(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number of GB, got {shown(text)}")
-    return found
-
-
 def _plan(parser: argparse.ArgumentParser) -> None:
     _selecting(parser)
     parser.add_argument("--out", type=Path, default=Path("parity-out"), help="where a run would write")
     parser.add_argument("--gpus", type=_gpu_count, metavar="N", help="list the layouts of N GPUs that backends support")
-    parser.add_argument("--gpu-memory", type=_gigabytes, metavar="GB", help="with --gpus: memory of each GPU")
+    parser.add_argument(
+        "--gpu-memory", type=positive_number("GB"), metavar="GB", help="with --gpus: memory of each GPU"
+    )
 
 
 def _run(parser: argparse.ArgumentParser) -> None:

@@ -22,15 +22,19 @@ COMMON, INPUTS, WHERE, DEMANDS, JOBS, RECORDS = GROUPS = (
 NO_BISECT = "do not look for the first wrong module of cells that differ, which runs these once or twice more"
 
 
-def _seconds(text: str) -> float:
-    """Parses a finite number of seconds above 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
-    return seconds
+def positive_number(unit: str) -> Callable[[str], float]:
+    """Returns a parser of finite numbers above 0."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (math.isfinite(number) and number > 0):
+            raise argparse.ArgumentTypeError(f"must be a positive number of {unit}, got {text!r}")
+        return number
+
+    return parse
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
@@ -188,7 +192,7 @@ class Ranks(Options):
     budget: float = _option(
         "seconds that a cell may go without progress (default: 300)",
         default=300.0,
-        type=_seconds,
+        type=positive_number("seconds"),
         metavar="S",
         group=WHERE,
     )
