@@ -7,6 +7,7 @@ the remaining time. In a pipe, or with ``CI`` set, there are only the lines. Col
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from conformance.bisect.explain import answers
 from conformance.cli import EXIT
 from conformance.core import packages
 from conformance.core.errors import UsageError, visible
+from conformance.core.io import visible_output
 from conformance.core.packages import write_reports
 from conformance.records.record_format import dumps
 from conformance.results.baseline import by_backend, counts_text, lent_of
@@ -57,7 +59,10 @@ class Terminal:
     """Shows the progress of a run of ``total`` cells. Use it in a ``with`` statement. Another thread calls ``now``."""
 
     def __init__(self, *, total: int, now: "Callable[[], Activity | None]", loudness: Loudness = "normal") -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        # Given, because rich replaces sys.stderr while the bar is shown, and would find the filter of visible_output.
+        terminal = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        self._console = Console(file=terminal, highlight=False, markup=False, emoji=False)
+        self._others = contextlib.ExitStack()
         self._total, self._now, self._loudness = total, now, loudness
         self._took: list[tuple[Cell, float]] = []  # seconds of the cells that ran
         self._counts: dict[State, int] = defaultdict(int)
@@ -81,9 +86,11 @@ class Terminal:
         logger.setLevel(_LEVELS[self._loudness])
         if self._live:
             self._live.start()
+            self._others.enter_context(visible_output())
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._others.close()
         if self._live:
             self._live.stop()
         logger = logging.getLogger("conformance")

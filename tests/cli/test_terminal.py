@@ -18,6 +18,7 @@ from conformance.backends.protocol import BackendEntry
 from conformance.cli import main as cli
 from conformance.cli.report import Loudness, Terminal, duration, print_summary, seconds_left
 from conformance.core.host import FIXTURES
+from conformance.core.io import visible_output
 from conformance.matrix.cell import Cell
 from conformance.results.verdict import Verdict
 from conformance.runner.placement import Activity
@@ -155,6 +156,17 @@ def test_escape_sequences_are_visible_in_reports(write: Callable[..., str]) -> N
     text = write(x=HOSTILE) if write.__name__ == "render" else write(HOSTILE)
     assert "\\x1b" in text
     assert not re.search("[\x01\x1b\r\x9b\u202e]", text)
+
+
+def test_the_bar_has_its_colours_where_other_output_is_made_visible(tty: Tty) -> None:
+    with contextlib.redirect_stderr(tty), visible_output():
+        with Terminal(total=2, now=lambda: None) as shown:
+            shown.judged(cell(), Verdict(state="differs", reason=""), 1)
+            print(HOSTILE, file=sys.stderr)
+        print(HOSTILE, file=sys.stderr)
+    assert tty.getvalue().count(SHOWN) == 2
+    assert tty.getvalue().count("\\x1b") == 2  # of SHOWN, and none of the bar's own
+    assert "\x1b[1;31mFAIL" in tty.getvalue()
 
 
 def test_a_worker_group_that_is_retired_is_a_line_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
