@@ -27,8 +27,9 @@ from impl.interface.micro_batches import MicroBatch, RouterTerms
 from impl.megatron.moe_config import Groups, Mixture
 from impl.models.router import Choice, replayed_choice, router_probabilities, router_sigmoids
 
-# Every router reads it, but it is undefined without TransformerEngine (docs/findings/megatron-router-needs-te.md).
-vars(moe_utils).setdefault("te_general_gemm", None)
+# Every router reads it, but it is undefined without TransformerEngine (docs/findings/megatron-router-needs-te.md). With
+# TransformerEngine, which remainders need, routers would multiply by it from 0.17 on, though their layers are torch's.
+moe_utils.te_general_gemm = None
 
 
 @dataclass(frozen=True, kw_only=True)
