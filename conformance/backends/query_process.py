@@ -176,8 +176,11 @@ def answer_in_fork(child_end: int, parent_lives: int, serve: Callable[[IO[str], 
         socket.send_fds(end, [_PID.pack(os.getpid())], [pidfd])
         os.close(pidfd)
         serve(queries, answers)
+    except ConnectionError:
+        pass  # the controller has closed its end, and left an answer unread
     except BaseException:
         traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(0)
 

@@ -8,20 +8,21 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 import venv
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import pytest
 from plain_profile import write_profile
 
 from conformance.backends import query_process, registry
 from conformance.backends.protocol import BackendInfo, BrokenBackend, Supported, Unsupported
-from conformance.backends.query_process import EnvironmentProcess
+from conformance.backends.query_process import EnvironmentProcess, answer_in_fork
 from conformance.backends.registry import (
     AskFailed,
     InProcessAdapter,
@@ -432,3 +433,26 @@ def test_the_first_cause_of_a_failure_is_named(tmp_path: Path, monkeypatch: pyte
         asked.supports(SCENARIO, Layout(pp=2))
     with pytest.raises(AskFailed, match=r"OSError at fails.py:\d+: no symbol"):
         asked.supports(SCENARIO, Layout(dp=2))
+
+
+def _answers(queries: IO[str], answers: IO[str]) -> None:
+    for _ in queries:
+        print("an answer", file=answers, flush=True)
+
+
+def test_a_fork_whose_answer_nobody_reads_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    own, others = socket.socketpair()
+    lives, held = os.pipe()
+    if not (pid := os.fork()):
+        own.close()
+        os.close(held)
+        answer_in_fork(others.detach(), lives, _answers)
+    others.close()
+    own.recv(64)  # its pid
+    own.sendall(b"a question\n")
+    select.select([own], [], [])
+    own.close()
+    os.waitpid(pid, 0)
+    os.close(lives)
+    os.close(held)
+    assert capfd.readouterr().err == ""
