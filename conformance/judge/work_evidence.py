@@ -174,7 +174,9 @@ def _te_casts(
     forward, of_input, of_weight = (
         [Fraction(sum(n.values()), 2) - n[third] for n in operands] for third in ("gradient", "input", "weight")
     )
-    wanted = [kept * (rank.get("te", 0) + rank.get("again", 0)) for rank in ranks]
+    # Products of adapters are recomputed as well, and are not TransformerEngine's.
+    again = [trained * rank.get("te", 0) if adapted and rank.get("again") else rank.get("again", 0) for rank in ranks]
+    wanted = [kept * (rank.get("te", 0) + more) for rank, more in zip(ranks, again, strict=True)]
     where = f"requested {[*map(float, wanted)]} by rank, observed {[*map(float, forward)]}"
     holds = sum(forward) == sum(wanted) if uneven else forward == wanted
     yield "forward products of these layers are in float8", holds, where

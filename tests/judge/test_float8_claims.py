@@ -224,6 +224,14 @@ def test_frozen_weights_have_no_gradients_beside_adapters(counts: dict[str, int]
     )
 
 
+def test_recomputed_adapters_are_no_products_of_the_library() -> None:
+    rank = {"te": 4, "again": 14, "float8_casts": casts("fp8tensor", counts={"input": 8, "weight": 12, "gradient": 4})}
+    for adapted, holds in ((1, True), (0, False)):
+        claims = te_claims("fp8tensor", [rank], kept=Fraction(1), frozen=True, updates=UPDATES, adapted=adapted)
+        found = dict(claim[:2] for claim in claims)
+        assert found["forward products of these layers are in float8"] is holds
+
+
 def test_stages_leave_out_layers_of_their_own() -> None:
     """Of three layers the first is on the first stage, and the other two are on the last one."""
     ranks = [{"te": 4, "float8_casts": []}, {"te": 8, "float8_casts": casts("fp8tensor")}]
