@@ -97,8 +97,8 @@ def pytest_terminal_summary():
 """
 COMPARES, REMOVES = "conformance.judge.side_by_side", "conformance.results.output_folders"
 CHOSEN = ("profile mine.toml", "backend waits:Waits", "out out")
-COMMAND_LINE = ["conformance.cli.main", "run", "--workers", "1"]  # one cell after another
-COMMAND_LINE += [part for text in CHOSEN for part in f"--{text}".split()]
+COMMAND_LINE = ["conformance.cli.main", "run", *(part for text in CHOSEN for part in f"--{text}".split())]
+IN_TURN = [*COMMAND_LINE, "--workers", "1"]  # one cell after another
 PYTEST = ["pytest", "-p", "no:cacheprovider", "--pyargs", "conformance.suite"]
 PYTEST += [part for text in CHOSEN for part in f"--parity-{text}".split()]
 ONE_CELL, ONE_ITEM = (*COMMAND_LINE, "--cells", "*/dp1/*"), (*PYTEST, "--parity-cells", "*/dp1/*")
@@ -139,8 +139,8 @@ def run_to_its_end(
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [
-        (COMMAND_LINE, signal.SIGTERM, 143),
-        (COMMAND_LINE, signal.SIGINT, 130),
+        (IN_TURN, signal.SIGTERM, 143),
+        (IN_TURN, signal.SIGINT, 130),
         (PYTEST, signal.SIGTERM, 143),
         ([*PYTEST, "-n", "1"], signal.SIGTERM, 143),
     ],
