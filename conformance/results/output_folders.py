@@ -158,16 +158,23 @@ def read_part(out: Path) -> Part:
 
 def check_parts(parts: Sequence[Part]) -> None:
     """Raises UsageError unless the parts have the same selection, device, versions and requirements."""
-    first = parts[0]
-    for part in parts[1:]:
+    first, known = parts[0], dict[str, Part]()
+    for part in parts:
         for what, one, other in _compare(first, part):
-            if one != other:
-                raise UsageError(
-                    f"{first.name} and {part.name} do not belong together: {what} {one!r} and {other!r}. "
-                    f"The command of {first.name}: {first.run.command}"
-                )
+            _require_equal(first, part, what, one, other)
+        for name in part.run.inputs.keys() - _without_digest(part).keys():
+            one = known.setdefault(name, part)
+            _require_equal(one, part, f"content (SHA-256) of {name}", one.run.inputs[name], part.run.inputs[name])
     if not first.run.selected:
         raise UsageError(f"{first.name} does not say which cells were selected: an older version wrote it")
+
+
+def _require_equal(one: Part, other: Part, what: str, here: object, there: object) -> None:
+    if here != there:
+        raise UsageError(
+            f"{one.name} and {other.name} do not belong together: {what} {here!r} and {there!r}. "
+            f"The command of {one.name}: {one.run.command}"
+        )
 
 
 def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
@@ -182,8 +189,6 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
         if name not in MAY_DIFFER and (name in here.keys() & there.keys() or name.isupper()):
             yield f"version of {name}", here.get(name), there.get(name)
     yield "selected cells (digest)", one.run.selected, other.run.selected
-    for name in one.run.inputs.keys() & other.run.inputs.keys() - {*_without_digest(one), *_without_digest(other)}:
-        yield f"content (SHA-256) of {name}", one.run.inputs[name], other.run.inputs[name]
     yield "number of shards", _total(one), _total(other)
     for demand in ("require", "min_judged", "backends"):
         yield f"demand {demand}", getattr(one.run.floor, demand), getattr(other.run.floor, demand)
@@ -271,7 +276,14 @@ def _whole(parts: Sequence[Part], command: str) -> Run:
         finished=max(ended) if len(ended) == len(runs) else None,
         seconds=round(sum(run.seconds for run in runs), 2),
         command=command,
-        inputs={name: digest for run in runs for name, digest in run.inputs.items()},
+        # Where a part has no digest, the whole has none.
+        inputs={
+            name: run.inputs[name]
+            for without in (False, True)
+            for run in runs
+            for name in run.inputs
+            if run.inputs[name].startswith(UNKNOWN) == without
+        },
         environment=environment,
         leased={},
         floor=replace(runs[0].floor, shards=tuple(sorted(shards, key=lambda s: int(s.partition("/")[0]))), whole=True),

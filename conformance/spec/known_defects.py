@@ -104,20 +104,25 @@ class OrthogonalizedShares:
     ranks: Several
 
 
+PartOfStep = Literal["ranks", "micro-batches", "rows"]
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MeanOfMeans:
     """Takes a mean over all tokens of a step as the mean of the means of ``parts`` equal numbers of consecutive rows.
 
-    So a token counts less in a part that has more tokens. of: the name of the parts.
+    So a token counts less in a part that has more tokens. of: what the parts are; several names of the same parts.
     """
 
     kind: Literal["mean-of-means"] = "mean-of-means"
     parts: Several
-    of: Literal["ranks", "micro-batches", "rows"]
+    of: tuple[PartOfStep, ...]
 
     @property
     def words(self) -> str:
-        return f"the mean of the means of {self.of}, in which tokens count less where there are more of them"
+        return (
+            f"the mean of the means of {' or '.join(self.of)}, in which tokens count less where there are more of them"
+        )
 
     def sizes(self, counts: Sequence[int]) -> list[float]:
         """Returns what each row's sum is divided by, from the numbers of target tokens of all rows of the step."""
@@ -131,9 +136,15 @@ def means_of_means(scenario: Scenario, layout: Layout) -> tuple[MeanOfMeans, ...
     o, rows = scenario.objective, scenario.data.rows
     if o.kind not in BY_TOKENS and getattr(o, "loss_agg_mode", "") != "token-mean":
         return ()
-    sizes: dict[int, Literal["ranks", "micro-batches", "rows"]] = {rows: "rows"}
-    sizes |= {layout.data * scenario.accumulation: "micro-batches", layout.data: "ranks"}
-    return tuple(MeanOfMeans(parts=n, of=of) for n, of in sizes.items() if n > 1 and rows % n == 0)
+    names: dict[int, tuple[PartOfStep, ...]] = {}
+    sizes: dict[PartOfStep, int] = {
+        "ranks": layout.data,
+        "micro-batches": layout.data * scenario.accumulation,
+        "rows": rows,
+    }
+    for name, parts in sizes.items():
+        names[parts] = (*names.get(parts, ()), name)
+    return tuple(MeanOfMeans(parts=n, of=of) for n, of in names.items() if n > 1 and rows % n == 0)
 
 
 Defect = (

@@ -265,8 +265,10 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> OracleRuns:
 def test_a_cell_could_have_the_means_of_all_its_parts(halves: OracleRuns) -> None:
     scenario = halves.cell.scenario
     kinds = {one.of: one.parts for one in means_of_means(scenario, Layout.parse("dp2.tp2"))}
-    assert kinds == {"ranks": 2, "micro-batches": 4, "rows": 8}
-    assert {one.of: one.parts for one in means_of_means(scenario, Layout())} == {"micro-batches": 2, "rows": 8}
+    assert kinds == {("ranks",): 2, ("micro-batches",): 4, ("rows",): 8}
+    assert {one.of: one.parts for one in means_of_means(scenario, Layout())} == {("micro-batches",): 2, ("rows",): 8}
+    (same,) = means_of_means(replace(scenario, accumulation=8), Layout())
+    assert same.words.startswith("the mean of the means of micro-batches or rows, ")
     pairs = make_cell("dpo", "llama", "dp1", "exact").scenario
     assert means_of_means(pairs, Layout.parse("dp2")) == ()
 
@@ -277,7 +279,7 @@ def test_a_mean_of_means_is_that_of_its_parts(halves: OracleRuns) -> None:
     means = [
         -torch.cat([logprobs[row.index] for row in part if row.target_count]).mean().item() for part in micro_batches
     ]
-    own = halves.record((MeanOfMeans(parts=2, of="micro-batches"),)).steps[0]
+    own = halves.record((MeanOfMeans(parts=2, of=("micro-batches",)),)).steps[0]
     assert own.value("loss") == pytest.approx(sum(means) / 2, rel=1e-13)
     assert own.value("loss") != pytest.approx(right.value("loss"), rel=1e-4)
     assert own.value("token_count") == right.value("token_count")
@@ -289,7 +291,7 @@ def test_a_mean_of_means_is_named_for_loss_and_gradients(
     tmp_path: Path, halves: OracleRuns, of: str, only: str
 ) -> None:
     means = means_of_means(halves.cell.scenario, Layout())
-    one = next(mean for mean in means if mean.of == of)
+    one = next(mean for mean in means if mean.of == (of,))
     wrong, right = (halves.record(defects) for defects in ((one,), ()))
     run = right if only == "loss" else wrong
     of_loss = (right if only == "gradients" else wrong).steps[0].value("loss")

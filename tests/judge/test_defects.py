@@ -60,7 +60,7 @@ ALL: tuple[Defect, ...] = (
     ResummedHeadNorms(ranks=2, data_ranks=2, micro_batches=2),
     DividedGradients(by=2),
     DividedLoss(by=2),
-    MeanOfMeans(parts=2, of="ranks"),
+    MeanOfMeans(parts=2, of=("ranks",)),
     WindowPerBlock(ranks=2),
     LostEmbeddingGradient(),
     OrthogonalizedShares(ranks=2),

@@ -223,6 +223,25 @@ def test_shards_whose_code_has_no_digest_are_merged_with_a_word(
     assert word in caplog.messages
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_code_without_a_digest_hides_no_other_code(
+    place: int, copies: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twin = Path(shutil.copytree(copies[0], tmp_path / "twin"))
+    folders, digests = [*copies[:2], twin], ["1111", "2222"]
+    digests.insert(place, f"{UNKNOWN}too many files")
+    for folder, digest in zip(folders, digests, strict=True):
+        edit(folder / "summary.json", inputs={"code of mine": digest})
+    error = refused(folders, tmp_path / "out", capsys)
+    assert "do not belong together: content (SHA-256) of code of mine '1111' and '2222'" in error
+    for folder in folders:
+        edit(
+            folder / "summary.json", inputs={"code of mine": digests[place if folder == folders[place] else place - 1]}
+        )
+    assert merge(folders, tmp_path / "out") == 0
+    assert read_run(tmp_path / "out")[0].inputs["code of mine"].startswith(UNKNOWN)
+
+
 def test_two_verdicts_of_a_cell_are_not_merged(
     copies: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
