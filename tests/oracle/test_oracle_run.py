@@ -11,7 +11,7 @@ import pytest
 import torch
 import toy_objectives
 from conftest import make_cell
-from oracle_cells import OracleRuns, as_cell
+from oracle_cells import as_cell
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -359,11 +359,18 @@ def logprobs(folder: Path, weights: Weights, document: Document) -> Tensor:
 
 
 def test_the_further_noise_run_of_a_data_parallel_cell_adds_up_the_embeddings_of_one_ranks_rows(tmp_path: Path) -> None:
-    """A backend that adds up those of all rows in bf16 is too far off for two data-parallel ranks, and not for one."""
-    cell = make_cell("sft-long", "gemma3", "dp1", "bf16", seed=5, steps=1)
-    runs = OracleRuns(cell, tmp_path)
-    names = [noise_runs("bf16", ranks)[1] for ranks in (1, 2)]
-    of_all = as_cell(runs.record((), names[0]), tmp_path / "cell", cell)
-    noise = [[runs.record((), run) for run in ("bf16", name)] for name in names]
-    verdicts = [judge([of_all], oracle=runs.record(), noise=of_run) for of_run in noise]
+    """A backend that adds up those of all rows in bf16 is too far off for eight data-parallel ranks, not for one: each
+    row has 64 times the same token, and a sum of 512 numbers grows too little."""
+    cell = make_cell("sft-packed", "pangu", "dp1", "bf16", steps=1)
+    rows = [(*document(row, 16, 1).tokens, *(3,) * 64) for row in range(8)]
+    of_row = [Document(tokens, tuple(at > 0 for at in range(len(tokens)))) for tokens in rows]
+    steps = [Batch(0, 80, tuple(Row(row, (one,)) for row, one in enumerate(of_row)))]
+    scenario = replace(SCENARIO, precision="bf16", steps=1)
+    names = [noise_runs("bf16", ranks)[1] for ranks in (1, 8)]
+    exact, half, *further = (
+        run(tmp_path / name, scenario, steps=steps, policy=name) for name in ("float64", "bf16", *names)
+    )
+    of_all = as_cell(further[0], tmp_path / "cell", replace(cell, scenario=scenario))
+    verdicts = [judge([of_all], oracle=exact, noise=[half, one]) for one in further]
     assert [verdict.state for verdict in verdicts] == ["conforms", "differs"]
+    assert "model.embed_tokens.weight" in verdicts[1].findings[0].tensor
