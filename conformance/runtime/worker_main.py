@@ -161,19 +161,24 @@ def _share_gloo_device() -> None:
     """Lets all gloo groups of this rank use one device: a port, and a thread that serves it.
 
     By default each group makes its own. Such a thread wakes up a hundred times a second, also while the rank waits for
-    its next task, and Megatron makes 17 groups.
+    its next task, and Megatron makes 17 groups. The first group makes its device as torch does, at the interfaces that
+    GLOO_SOCKET_IFNAME names.
     """
     gloo: Any = ProcessGroupGloo
     make, devices = gloo.__init__, list[Any]()
 
     @wraps(make)
-    def make_on_device(
-        self: Any, store: Store, rank: int, size: int, *given: Any, timeout: timedelta = dist.default_pg_timeout
-    ) -> None:
-        options = gloo._Options()
-        devices.extend([] if devices else [gloo.create_default_device()])
-        options._devices, options._timeout, options._threads = devices, timeout, 2  # threads: as torch has for a device
-        make(self, store, rank, size, *(given or (options,)))
+    def make_on_device(self: Any, *given: Any, **named: Any) -> None:
+        if "timeout" not in named:  # only torch's own groups, without options, name it
+            make(self, *given, **named)
+        elif devices:
+            options = gloo._Options()
+            options._devices, options._timeout = devices, named.pop("timeout")
+            options._threads = 2 * len(devices)  # as torch has
+            make(self, *given, **named, options=options)
+        else:
+            make(self, *given, **named)
+            devices.extend(self.options._devices)
 
     gloo.__init__ = make_on_device
 

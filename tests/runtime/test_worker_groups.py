@@ -65,6 +65,39 @@ def test_ranks_have_the_environment_that_trainers_read(run: Runner) -> None:
         }
 
 
+GLOO = """\
+import os
+
+import torch.distributed as dist
+
+from conformance.core.process import open_files
+from conformance.runtime.worker_main import _share_gloo_device
+
+_share_gloo_device()
+os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
+try:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+groups = [dist.new_group([0]) for _ in range(3)]
+print(open_files()["eventpoll"])
+options = dist.ProcessGroupGloo._Options()
+options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options=options)
+print(open_files()["eventpoll"])
+"""
+
+
+def test_gloo_groups_of_a_rank_share_a_device_at_the_interface_that_the_environment_names() -> None:
+    rank = subprocess.run([sys.executable, "-c", GLOO], capture_output=True, text=True, check=False)
+    assert rank.returncode == 0, rank.stderr
+    failure, *devices = rank.stdout.splitlines()
+    assert failure.endswith("Unable to find address for: nowhere")
+    assert devices == ["1", "2"]  # the second one is of a group that brings it
+
+
 def test_each_rank_and_task_has_its_own_log(pool: Pool, tmp_path: Path) -> None:
     for text in ("first", "second"):
         results(Runner(pool, tmp_path / text)("say", text=text))
