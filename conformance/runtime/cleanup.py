@@ -68,7 +68,6 @@ _TICK_S = 0.01
 _DTENSOR, _CACHES = "torch.distributed.tensor", "torch.distributed.tensor.debug"
 _SHAPES = "_propagate_tensor_meta_non_cached"  # a method of DTensor's ShardingPropagator
 MOST_SHAPES = 10_000  # that a process keeps
-_EQUAL = torch.ops.aten.equal.default  # for its result, a number, DTensor computes no shape
 _PLAIN = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -116,6 +115,12 @@ def keep_shapes() -> None:
 
 # Of operators whose results a fake mode handles in a way of its own: random numbers, sizes that depend on numbers.
 _NOT_ON_META = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_aten = torch.ops.aten
+_OTHER_ON_META = {
+    _aten.equal,  # for its result, a number, DTensor computes no shape
+    *(_aten.native_layer_norm, _aten.native_layer_norm_backward),  # a CPU has float32 statistics of bfloat16 at times
+    *(_aten.convolution, _aten.convolution_backward),  # strides of channels_last
+}
 
 
 def _shape_on_meta(schema: Any) -> Any:
@@ -124,7 +129,9 @@ def _shape_on_meta(schema: Any) -> Any:
     An operator that is given a dtype may be lifted to another one (conformance.numerics.float64_tier), which only a
     mode sees.
     """
-    if schema.op.namespace != "aten" or not _NOT_ON_META.isdisjoint(schema.op.tags) or schema.op is _EQUAL:
+    if schema.op.namespace != "aten" or not _NOT_ON_META.isdisjoint(schema.op.tags):
+        return None
+    if schema.op.overloadpacket in _OTHER_ON_META:
         return None
     try:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():

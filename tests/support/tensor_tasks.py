@@ -80,7 +80,11 @@ def dtensor_shapes(context: RankContext) -> dict[str, Any]:
     x = distribute_tensor(torch.ones(2, 4, 6), mesh, [Replicate()])
     heads: Any = (x @ weight.T).unflatten(-1, (2, 4)).transpose(1, 2)  # (2, 2, 4, 4), not contiguous
     attended = (heads @ heads.mT).softmax(-1) @ heads
-    parts = torch.nn.functional.layer_norm(attended.transpose(1, 2).flatten(2), (8,)).float().split(4, -1)
+    joined = attended.transpose(1, 2).flatten(2)
+    half, images = joined.bfloat16(), joined.view(2, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+    normed = [torch.nn.functional.layer_norm(x, (8,)) for x in (joined, half)]
+    filters: Any = distribute_tensor(torch.ones(3, 2, 2, 2), mesh, [Replicate()]).requires_grad_()
+    parts = [*normed[0].float().split(4, -1), normed[1].float(), torch.nn.functional.conv2d(images, filters)]
     sum(part.square().mean() for part in parts).backward()
     torch.optim.AdamW([weight], foreach=False).step()
     propagator._propagate_tensor_meta_non_cached = kept
