@@ -30,6 +30,7 @@ PARTS = ("bias", "lora_A", "lora_B")  # of a module; its weight goes without say
 MOST = 10  # largest number of positions of a step, divided by its target tokens
 LARGEST_GROUP = 64  # responses to one prompt
 PROOF = 10  # times less of an error has to be left without a mean of means, which may be near the right mean
+TOLD_BY_ONE_NUMBER = 0.1  # a number is always some factor of another; one nearer to 1 than this looks like a cause
 EPSILON = 1e-5  # error that the epsilon beside a deviation leaves, which a factor of the deviation does not explain
 
 UNREDUCED = "not reduced: ranks that share these parameters have different gradients, of their own rows or shards"
@@ -121,7 +122,8 @@ def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
     if factors:
         return times(m.scale, causes=factors)
     fits = m.left_without(m.scale) <= allowed
-    return times(m.scale) if m.scalar and fits and f"{m.scale:.4g}" != "1" else ""
+    one_number = m.value is not None and abs(m.scale - 1) < TOLD_BY_ONE_NUMBER
+    return times(m.scale) if m.scalar and fits and f"{m.scale:.4g}" != "1" and not one_number else ""
 
 
 def without_bare_factors(quantities: Sequence[Quantity]) -> list[Quantity]:
@@ -153,7 +155,7 @@ def _another_step(m: Measurement, facts: Facts, allowed: float) -> str:
     steps = range(max(schedule.total_steps, facts.scenario.steps) + 1) if schedule.total_steps < MOST_STEPS else ()
     matches = [step for step in steps if abs(m.value - schedule.factor(step) * rate) <= allowed * rate]
     nearest = min(matches, key=lambda step: (abs(step - m.step), step), default=None)
-    return "" if nearest in (None, m.step) else f"the learning-rate schedule is at step {nearest}"
+    return "" if nearest in (None, m.step) else f"the learning-rate schedule is at step {nearest} instead of {m.step}"
 
 
 def _zero(m: Measurement, facts: Facts) -> str:

@@ -229,9 +229,14 @@ def test_diagnosis_learning_rate_of_other_step_names_step() -> None:
         m = number_off("learning rate", "lr", 4, rate, 0.1 * schedule.factor(4), unit=0.1, fixed=None)
         return likely_cause(m, facts, allowed=1e-11)
 
-    assert said(0.1 * schedule.factor(5)) == "the learning-rate schedule is at step 5"
-    assert said(0.0) == "the learning-rate schedule is at step 0"
+    assert said(0.1 * schedule.factor(5)) == "the learning-rate schedule is at step 5 instead of 4"
+    assert said(0.0) == "the learning-rate schedule is at step 0 instead of 4"
     assert said(0.0333) == ""
+
+
+@pytest.mark.parametrize(("factor", "hint"), [(0.9999, ""), (1.37, "1.37 times the reference")])
+def test_one_number_near_another_is_no_factor_of_it(tmp_path: Path, factor: float, hint: str) -> None:
+    assert first_of(tmp_path, scale("loss", factor)).hint == hint
 
 
 def test_replicas_that_differ_are_told_with_the_gradients_of_the_same_step(tmp_path: Path) -> None:
