@@ -11,6 +11,7 @@ forkservers. It never runs a task and stays single-threaded, because threads do 
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import itertools
 import os
@@ -358,6 +359,8 @@ def _import(modules: Sequence[str]) -> None:
         for module in modules:
             with contextlib.suppress(Exception):
                 import_module(module)
+    gc.collect()
+    gc.freeze()
 
 
 def _become(message: Message, parent: int, fds: Sequence[int], log_fd: int) -> NoReturn:

@@ -2,6 +2,7 @@
 forked."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ import torch
 from worker_group_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
 from conformance.core import process
-from conformance.core.process import process_state
+from conformance.core.process import import_uncollected, process_state
 from conformance.runtime import Pool, WorkerGroupConfig, forkserver, preload_server
 from conformance.runtime.failure import StartError
 from conformance.runtime.forkserver_client import Forkservers
@@ -376,3 +378,20 @@ def test_the_bytecode_of_environments_that_are_gone_is_removed(tmp_path: Path, m
     os.utime(own, (0, 0))  # not used since all of them
     assert Path(preload_server.environment()["PYTHONPYCACHEPREFIX"]) == own
     assert {kept.name for kept in own.parent.iterdir()} == {own.name, "other-3", "other-4"}
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_imports_without_collection_leave_garbage_of_others_to_later_collections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_once.py").write_text("import gc\nwas_collecting = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    garbage = weakref.ref(Cycle())
+    assert not import_uncollected("imported_once").was_collecting
+    assert gc.isenabled()
+    gc.collect()
+    assert garbage() is None
