@@ -208,12 +208,13 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, repor
 def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Checkpoint]:
     """Opens the checkpoint with readable tensors; assembles DeepSpeed's pieces in a folder beside ``target`` first."""
     kind = find_format(source)
+    verify_part(source)
     if kind is MODEL:
+        open_as(kind, source)
         lost = (
             f"; its {OPTIMIZER} numbers moments without names and is not read" if (source / OPTIMIZER).exists() else ""
         )
         raise UsageError(f"{source} is a Hugging Face folder, which every training reads; it needs no conversion{lost}")
-    verify_part(source)
     for path in sorted((deepspeed.tag_folder(source) or source).rglob("*.pt")):
         with path.open("rb") as file:
             check_sums(file, str(path))

@@ -216,6 +216,24 @@ def test_nothing_is_overwritten_and_a_model_needs_its_configuration(tmp_path: Pa
         convert(MODELS / "llama", tmp_path / "other", to="state", model=None, report=lambda *_: None)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b'{"architectures": [', "config.json is not JSON"),
+        ("model.safetensors", b"\x93" * 500, "model.safetensors is not a readable safetensors file"),
+    ],
+)
+def test_a_damaged_hugging_face_folder_is_not_said_to_need_no_conversion(
+    tmp_path: Path, file: str, content: bytes, message: str
+) -> None:
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(content if name == file else (MODELS / "llama" / name).read_bytes())
+    with pytest.raises(UsageError, match=message):
+        convert(folder, tmp_path / "new", to="hf", model=MODELS / "llama", report=lambda *_: None)
+
+
 def test_a_crash_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
     source, folder = MODELS / "llama", tmp_path / "model"
     weights = load_file(source / "model.safetensors")
