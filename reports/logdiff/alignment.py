@@ -7,7 +7,7 @@ positions of the run with the fewest; the other curves are interpolated linearly
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,10 +66,13 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
     runs = [*sides[0], *sides[1]]
     if by == "tokens" and (without := [run.name for run in runs if run.tokens is None]):
         raise UsageError(f"{', '.join(without)} counts no tokens; leave out --by tokens, or log them cumulatively")
-    if by == "step" and (refused := _without_steps(runs)):
-        return Alignment(by=by, refused=refused)
+    notes: list[str] = []
+    if by == "step":
+        runs, notes, refused = _with_lines_on_steps(runs)
+        if refused := refused or _without_steps(runs):
+            return Alignment(by=by, refused=refused)
     names = list(chosen or sorted(dict.fromkeys(name for run in runs for name in run.curves), key=_in_order))
-    missing, notes, metrics = [], [], []
+    missing, metrics = [], []
     unknown: list[str] = []
     shifts = []
     for run in runs:
@@ -149,6 +152,99 @@ def _last(run: Run) -> float:
     return float(max(trained or [curve.steps[-1] for curve in run.curves.values()]))
 
 
+def _with_lines_on_steps(runs: Sequence[Run]) -> tuple[list[Run], list[str], str]:
+    """Puts lines that were counted on the steps of the longest log, of which each stands for the same number.
+
+    Returns the runs, sentences about it, and why a log is refused. Counted are lines of a log that names no steps, and
+    those of a counter 0, 1, 2, ... such as wandb's own, which counts what is logged. The values tell what a line stands
+    for; a counter from 0 is refused where they do not, and do not tell either that each line is a step.
+    """
+    dense = max(runs, key=lambda run: _density(run)[0])
+    total, every = _density(dense)
+    found, notes = list(runs), []
+    for place, run in enumerate(runs):
+        lines, stride = _density(run)
+        width = total // lines
+        if width < 2 or stride != 1 or every != 1 or not (COUNTED in run.notes or _first(run) == 0):
+            continue
+        if put := _on_steps_of(dense, run, width):
+            found[place], what = put
+            notes.append(f"each line of {run.name} stands for {width} steps of {dense.name}: {what}")
+        elif COUNTED not in run.notes and total == width * lines and not _counts_steps(dense, run, width):
+            refused = (
+                f"{run.name} counts its {lines} lines from 0, as wandb's Step does, {dense.name} has {width} times as"
+                f" many, and the values do not tell which of its {total} steps these are; give a log that has the"
+                " trainer's own step, such as train/global_step"
+            )
+            return [], [], refused
+    if notes:
+        found = [replace(run, notes=tuple(note for note in run.notes if note != COUNTED)) for run in found]
+    return found, notes, ""
+
+
+def _on_steps_of(dense: Run, run: Run, width: int) -> tuple[Run, str] | None:
+    """The run with each line on the last of ``width`` steps, and which metrics are means; None without clear evidence.
+
+    One that training computes has to be FAR nearer than with each line a step, and nowhere off; none may be CLEARLY
+    farther.
+    """
+    first = _first(dense) - 1
+    curves = {
+        name: Curve(first + width * (curve.steps - _first(run) + 1), curve.values) for name, curve in run.curves.items()
+    }
+    nearer, means = set(), set()
+    for name in _shared(dense, run):
+        whole, put = dense.curves[name], curves[name]
+        averaged = _means(whole, put.steps)
+        is_mean = _distance(averaged, put, 0.0) < _distance(whole, put, 0.0)
+        as_lines, as_steps = _distance(averaged if is_mean else whole, put, 0.0), _distance_as_steps(dense, run, name)
+        if CLEARLY * as_steps < as_lines:
+            return None
+        same = _same(averaged if is_mean else whole, put, 0.0)
+        if FAR * as_lines < as_steps and same.all() and len(same) >= 2 * SEVERAL:
+            nearer.add(name)
+        means |= {name} if is_mean else set()
+    if all(map(is_rate, nearer)):
+        return None
+    single = sorted(nearer - means)
+    what = [f"their mean of {' and '.join(sorted(nearer & means))}"] if nearer & means else []
+    what += [f"the last one's {' and '.join(single)}"] if single else []
+    averaged_names = (run.averaged | means) - set(single)
+    return replace(run, curves=curves, averaged=averaged_names), f"only so has it {' and '.join(what)}"
+
+
+def _counts_steps(dense: Run, run: Run, width: int) -> bool:
+    """Whether each line is a step, by the values: all are the SAME, or the first ones CLEARLY nearer than otherwise."""
+    starts = {name: Curve(*(x[: 2 * SEVERAL] for x in (one.steps, one.values))) for name, one in run.curves.items()}
+    begun, shift = replace(run, curves=starts), _first(dense) - _first(run)
+    shared = _shared(dense, run)
+    if all(any(_same(dense.curves[name], run.curves[name], by).all() for by in (0.0, shift)) for name in shared):
+        return True
+    ends = {
+        name: Curve(_first(dense) - 1 + width * (one.steps - _first(run) + 1), one.values)
+        for name, one in starts.items()
+    }
+    return any(
+        CLEARLY * _distance_as_steps(dense, begun, name)
+        < min(
+            _distance(curve, ends[name], 0.0)
+            for curve in (dense.curves[name], _means(dense.curves[name], ends[name].steps))
+        )
+        for name in shared
+    )
+
+
+def _distance_as_steps(dense: Run, run: Run, name: str) -> float:
+    """The distance of a metric if each line is a step, counted from where the other log counts or not."""
+    shifts = (0.0, _first(dense) - _first(run))
+    return min(_distance(dense.curves[name], run.curves[name], shift) for shift in shifts)
+
+
+def _shared(a: Run, b: Run) -> list[str]:
+    """The metrics of training that both runs have."""
+    return [name for name in a.curves if name in b.curves and not is_evaluation(name)]
+
+
 def _without_steps(runs: Sequence[Run]) -> str:
     """Says why a log whose lines were counted, for it names no steps, is not aligned with the other logs.
 
@@ -169,8 +265,7 @@ def _without_steps(runs: Sequence[Run]) -> str:
         epochs = ", only epochs" if "epoch" in map(plain_name, run.ignored) else ""
         return (
             f"{run.name} names no steps{epochs}, and nothing tells which of the {where} its {plural(lines, 'line')}"
-            " are; give a log that names steps, such as the Trainer's trainer_state.json, or say that each line is a"
-            f" step: {run.name}@0"
+            " are; give a log that names steps, such as the Trainer's trainer_state.json"
         )
     return ""
 

@@ -53,10 +53,14 @@ def to_text(comparisons: Sequence[Comparison]) -> str:
 
 
 def _lines(comparison: Comparison) -> list[str]:
-    lines = [headline(comparison), "", *sides(comparison), band(comparison), ""]
-    table = [HEADS, *rows(comparison)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(HEADS))]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = [headline(comparison), "", *sides(comparison)]
+    if comparison.metrics:
+        table = [HEADS, *rows(comparison)]
+        widths = [max(len(row[column]) for row in table) for column in range(len(HEADS))]
+        lines += [band(comparison), ""]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
     if comparison.differs:
         lines += ["", "Likely causes:"]
         lines += [f"{place}. {cause}" for place, cause in enumerate(cause_texts(comparison), 1)]
@@ -112,7 +116,8 @@ def _side(side: Side) -> str:
     texts = []
     for run in side.runs:
         steps = [step for curve in run.curves.values() for step in (curve.steps[0], curve.steps[-1])]
-        texts.append(f"{run.name} ({run.format}, steps {min(steps):.0f} to {max(steps):.0f})")
+        what = "lines" if COUNTED in run.notes else "steps"
+        texts.append(f"{run.name} ({run.format}, {what} {min(steps):.0f} to {max(steps):.0f})")
     return ", ".join(texts)
 
 
@@ -242,8 +247,9 @@ def to_markdown(found: Comparisons) -> str:
 def _block(comparison: Comparison) -> str:
     symbol = "❌" if comparison.differs else "✅" if comparison.comparable else "⚠️"
     lines = [f"{symbol} {plain(headline(comparison))}", ""]
-    lines += [f"- {plain(sentence)}" for sentence in (*sides(comparison), band(comparison))]
+    lines += [f"- {plain(sentence)}" for sentence in sides(comparison)]
     if comparison.metrics:
+        lines.append(f"- {plain(band(comparison))}")
         lines += ["", f"| {' | '.join(HEADS)} |", f"| :-- |{' --: |' * (len(HEADS) - 1)}"]
         lines += [f"| {' | '.join(map(plain, row))} |" for row in rows(comparison)]
     causes = cause_texts(comparison)

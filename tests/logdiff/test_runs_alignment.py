@@ -1,11 +1,14 @@
 """Runs are put on common positions, and whatever had to be put right is said."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from conformance.core.errors import UsageError
 from reports.logdiff.alignment import Alignment, align, averages
-from reports.logdiff.rows import Log, Row
+from reports.logdiff.rows import COUNTED, Log, Row
 from reports.logdiff.run import Run, run_of
 
 LOSSES = {step: 3 * 0.9**step + 0.1 * np.sin(7.0 * step) for step in range(200)}
@@ -170,6 +173,67 @@ def test_a_log_of_means_over_ten_steps_is_compared_with_the_others_means() -> No
     assert list(found.metrics[0].positions) == list(range(10, 91, 10))  # the last ten steps are not complete
     assert found.metrics[0].sides[0] == pytest.approx(found.metrics[0].sides[1])
     assert "averaged over the steps between" in found.notes[0]
+
+
+MEANS = {line: float(np.mean([LOSSES[10 * line + n] for n in range(10)])) for line in range(20)}
+
+
+def counting_lines(losses: dict[int, float], *, first: int = 0, bias: float = 1.0, **more: Any) -> Run:
+    """A log like wandb's export: its counter counts what was logged."""
+    return run({line + first: bias * loss for line, loss in losses.items()}, "lines", **more)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_lines_counted_from_0_are_put_on_the_steps_whose_means_they_are(first: int, swapped: bool) -> None:
+    norms = {step + first: values for step, values in NORMS.items()}
+    whole = run(part(0, 199, shift=first), "whole", grad_norm=norms)
+    lines = counting_lines(MEANS, bias=1.001, grad_norm={line: NORMS[10 * line + 9] for line in range(20)})
+    found = aligned(lines, whole) if swapped else aligned(whole, lines)
+    what = "only so has it their mean of loss and the last one's grad_norm"
+    assert found.notes[0] == f"each line of lines stands for 10 steps of whole: {what}"
+    loss, norm = found.metrics
+    assert list(loss.positions) == list(norm.positions) == list(range(9 + first, 200 + first, 10))
+    assert loss.sides[0] == pytest.approx(loss.sides[1], rel=0.0011)
+    assert (norm.sides[0] == norm.sides[1]).all()
+
+
+def test_lines_counted_from_0_are_refused_where_no_value_tells_their_steps() -> None:
+    other = counting_lines(MEANS, bias=1.2)
+    for found in (aligned(run(part(0, 199), "whole"), other), aligned(other, run(part(0, 199, shift=1), "whole"))):
+        assert found.metrics == ()
+        assert "lines counts its 20 lines from 0, as wandb's Step does, whole has 10 times as many" in found.refused
+        assert found.refused.endswith("give a log that has the trainer's own step, such as train/global_step")
+    named = aligned(run(part(0, 199, shift=1), "whole"), counting_lines(MEANS, bias=1.2, first=1))
+    assert list(named.metrics[0].positions) == list(range(1, 21))
+
+
+def test_a_run_that_ended_early_and_diverges_is_compared_step_by_step() -> None:
+    losses = {step: LOSSES[step] * (1.3 if step > 12 else 1.001) for step in range(20)}
+    for shift in (0, 1):
+        found = aligned(run(part(0, 199, shift=shift), "whole"), counting_lines(losses))
+        assert list(found.metrics[0].positions) == list(range(shift, 20 + shift))
+
+
+def test_a_run_whose_rates_agree_step_by_step_is_not_put_on_the_steps_whose_means_its_losses_are() -> None:
+    whole = run(part(0, 199), "whole", lr=RATES)
+    found = aligned(whole, counting_lines(MEANS, lr={step: RATES[step] for step in range(20)}))
+    assert [list(one.positions) for one in found.metrics] == [list(range(20))] * 2
+
+
+def test_lines_without_steps_are_put_on_the_steps_whose_means_they_are() -> None:
+    whole, lines = (
+        replace(run(values, name), notes=(COUNTED,))
+        for values, name in ((part(0, 199, shift=1), "a"), ({line + 1: mean for line, mean in MEANS.items()}, "b"))
+    )
+    for one, other in ((whole, lines), (lines, whole), (run(part(0, 199, shift=1), "a"), lines)):
+        found = aligned(one, other)
+        assert found.notes[0] == "each line of b stands for 10 steps of a: only so has it their mean of loss"
+        assert list(found.metrics[0].positions) == list(range(10, 201, 10))
+    assert (
+        "nothing tells which"
+        in aligned(whole, replace(counting_lines(MEANS, bias=1.2, first=1), notes=(COUNTED,))).refused
+    )
 
 
 NOISY = np.array([2 + LOSSES[step] for step in range(1, 101)])

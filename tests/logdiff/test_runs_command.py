@@ -247,10 +247,11 @@ def test_of_two_logs_without_steps_one_may_be_longer_if_both_begin_alike(
     told = capsys.readouterr().out
     refusal = (
         "whole.jsonl names no steps, and nothing tells which of the 6 lines of part.jsonl, which names none either,"
-        " its 60 lines are; give a log that names steps, such as the Trainer's trainer_state.json, or say that each"
-        " line is a step: whole.jsonl@0."
+        " its 60 lines are; give a log that names steps, such as the Trainer's trainer_state.json."
     )
     assert (refusal in told) == (code == 3)
+    assert ("whole.jsonl (JSON lines, lines 1 to 60)" in told) == (not suffix)
+    assert ("first outside" in told) == ("Allowed is" in told) == (code != 3)
 
 
 def test_means_beside_numbers_of_single_steps_are_a_likely_cause(
