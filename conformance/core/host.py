@@ -34,7 +34,8 @@ def resolve(path: str) -> Path:
         raise UsageError(f"{shown(path)} cannot be used as a path: {one_line(error)}") from None
     known = [f"{folder}/{file.name}" for folder in ("models", "data") for file in (FIXTURES / folder).glob("*")]
     where = f"neither here ({Path.cwd()}) nor among the fixtures ({FIXTURES})"
-    raise UsageError(f"there is no {shown(path)}, {where}; {did_you_mean(path, known)}".rstrip("; "))
+    near = next((f"did you mean {name!r}?" for name in known if Path(name).stem == path), did_you_mean(path, known))
+    raise UsageError(f"there is no {shown(path)}, {where}; {near}".rstrip("; "))
 
 
 def cache_folder() -> Path:

@@ -53,6 +53,7 @@ def profile(folder: Path, *, scenario: str = SCENARIO, file: str = "tiny.toml", 
         (["--faults", "inverted-clp"], "unknown fault 'inverted-clp'; did you mean 'inverted-clip' or"),
         (["--cells", "sft-packd/*"], "no cell matches 'sft-packd/*'; did you mean 'sft-packed'"),
         (["--model", "models/lama"], "did you mean 'models/llama'"),
+        (["--model", "llama"], "did you mean 'models/llama'?"),
     ],
 )
 def test_a_name_that_is_nearly_right_is_told_the_right_one(
