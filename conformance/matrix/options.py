@@ -239,7 +239,7 @@ class Selection(Options):
 
     profile: str | None = _option("name (parity list shows them) or .toml file (default: quick)")
     backend: tuple[str, ...] = _option(
-        "name or module:Class; may be repeated (default: all)", default=(), action="append"
+        "name or module:Class; several with commas (default: all)", default=(), action="extend", type=_several
     )
     python: tuple[str, ...] = _option(
         "run the ranks of a backend in another Python environment; may be repeated",

@@ -54,6 +54,7 @@ def profile(folder: Path, *, scenario: str = SCENARIO, file: str = "tiny.toml", 
         (["--cells", "sft-packd/*"], "no cell matches 'sft-packd/*'; did you mean 'sft-packed'"),
         (["--model", "models/lama"], "did you mean 'models/llama'"),
         (["--model", "llama"], "did you mean 'models/llama'?"),
+        (["--backend", "fsdp2,megatro"], "unknown backend 'megatro'; did you mean 'megatron'?"),
     ],
 )
 def test_a_name_that_is_nearly_right_is_told_the_right_one(
