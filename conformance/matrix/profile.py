@@ -376,9 +376,9 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
         ]
         if not matched:
             like = ", ".join(str(cell) for cell in cells[:3])
+            advice = _near(pattern, cells) or _as_options(pattern)
             raise UsageError(
-                f"no cell matches {pattern!r}; {_near(pattern, cells)}ids look like {like} ({len(cells)} in all: "
-                f"parity list)"
+                f"no cell matches {pattern!r}; {advice}ids look like {like} ({len(cells)} in all: parity list)"
             )
         chosen.update(*matched)
     return [cell for index, cell in enumerate(cells) if not patterns or index in chosen]
@@ -390,6 +390,18 @@ def _without_braces(pattern: str) -> list[str]:
         return [pattern]
     choices = (pattern[: braces.start()] + choice + pattern[braces.end() :] for choice in braces[1].split(","))
     return [one for choice in choices for one in _without_braces(choice)]
+
+
+def _as_options(pattern: str) -> str:
+    """Advises the command that shows the cell of a whole id of one phase; empty for any other pattern."""
+    if not (whole := re.fullmatch(r"([\w.-]+)/([\w.-]+)/([\w-]+)/([\w.]+)/([\w-]+)", pattern)):
+        return ""
+    scenario, model, backend, layout, precision = whole.groups()
+    folder = f"models/{model}" if (FIXTURES / "models" / model).is_dir() else "FOLDER"
+    return (
+        f"to see whether it is supported outside of this profile, run: parity list --scenario {scenario} "
+        f"--model {folder} --backend {backend} --layout {layout} --precision {precision}; "
+    )
 
 
 def _near(pattern: str, cells: Sequence[Cell]) -> str:

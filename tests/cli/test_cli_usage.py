@@ -30,6 +30,7 @@ from impl.train.flags import COMMANDS as TRAININGS
 
 PLAIN = ("--backend", "plain_backend:Plain")
 FAULT = ("--faults", "cleared-gradients")
+ZERO = "--scenario sft-packed --model models/llama --backend fsdp2 --layout dp2.zero1 --precision exact"
 
 
 def profile(folder: Path, *, scenario: str = SCENARIO, file: str = "tiny.toml", **changes: str) -> str:
@@ -53,6 +54,7 @@ def profile(folder: Path, *, scenario: str = SCENARIO, file: str = "tiny.toml", 
         (["--faults", "inverted-clp"], "unknown fault 'inverted-clp'; did you mean 'inverted-clip' or"),
         (["--cells", "sft-packd/*"], "no cell matches 'sft-packd/*'; did you mean 'sft-packed'"),
         (["--model", "models/lama"], "did you mean 'models/llama'"),
+        (["--cells", "sft-packed/llama/fsdp2/dp2.zero1/exact"], f"run: parity list {ZERO}"),
         (["--model", "llama"], "did you mean 'models/llama'?"),
         (["--backend", "fsdp2,megatro"], "unknown backend 'megatro'; did you mean 'megatron'?"),
     ],
