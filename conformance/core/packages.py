@@ -233,6 +233,9 @@ def _take_out(*, foreign: bool) -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in taken}
 
 
+OF_MODELS = "transformers_modules"  # transformers' copies of code from the folders of all models that were ever loaded
+
+
 class TooManyFiles(Exception):
     """Reports a folder with more Python code than is read for a digest; the message names it."""
 
@@ -246,7 +249,8 @@ def code_digest(own: str) -> str:
     may write beside the adapter. Raises TooManyFiles.
     """
     files: dict[Path, str] = {}  # by path: the name that it has wherever the code lies
-    for name in (own, *sorted({one for one in [*sys.modules] if "." not in one} - {own, "__main__", *SUITE})):
+    others = {one for one in [*sys.modules] if "." not in one} - {own, "__main__", OF_MODELS, *SUITE}
+    for name in (own, *sorted(others)):
         for place in _places(sys.modules[name]):
             installed = _is_installed_in(place.parent)
             if place in files or (installed and name != own):

@@ -11,7 +11,7 @@ from plain_backend import Plain
 import impl
 from conformance.backends.registry import code_of
 from conformance.core import packages
-from conformance.core.packages import UNKNOWN
+from conformance.core.packages import OF_MODELS, UNKNOWN
 
 
 @pytest.fixture
@@ -115,6 +115,18 @@ def test_another_checkout_of_the_suite_is_no_code_of_a_backend(tmp_path: Path, m
     (tmp_path / "more.py").write_text("MORE = 1\n")
     monkeypatch.setattr(impl, "__path__", [*impl.__path__, str(tmp_path)])
     assert code_of(Plain) == before
+
+
+def test_code_of_models_that_transformers_keeps_is_no_code_of_a_backend(
+    project: tuple[Path, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, digest = project
+    (folder / "elsewhere" / OF_MODELS).mkdir()
+    (folder / "elsewhere" / OF_MODELS / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, OF_MODELS, raising=False)
+    before = digest()
+    import_module(OF_MODELS)
+    assert digest() == before
 
 
 def test_too_many_folders_have_no_digest(
