@@ -245,8 +245,8 @@ def code_digest(own: str) -> str:
 
     These are all files below its folder but those that ``_source_files`` leaves out, or only its own if it is
     installed; and those of top packages and modules elsewhere that are imported now and not installed. Not covered are
-    other modules on the path, which ranks may import, installed packages, compiled extensions, and data, which a run
-    may write beside the adapter. Raises TooManyFiles.
+    other modules on the path, which ranks may import, installed packages, compiled extensions, OF_MODELS, and data,
+    which a run may write beside the adapter. Raises TooManyFiles.
     """
     files: dict[Path, str] = {}  # by path: the name that it has wherever the code lies
     others = {one for one in [*sys.modules] if "." not in one} - {own, "__main__", OF_MODELS, *SUITE}
