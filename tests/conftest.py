@@ -168,9 +168,8 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.enable()
-        gc.collect()
         gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import parity
 from conformance.spec.scenario import ScheduleConfig, load_scenario
@@ -34,15 +34,16 @@ def batch(step: int) -> parity.Batch:
     return parity.Batch(step, 8, tuple(rows))
 
 
-class Shown(Trainer):  # type: ignore[misc]
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        self.adapter.seen.append(parity.label_logprobs(outputs.logits, inputs["labels"]))
-        return loss
-
-
 class Toy(parity.TrainerAdapter):
     def setup(self, scenario: parity.Scenario) -> dict[str, Any]:
+        from transformers import Trainer, TrainingArguments  # takes long, and other workers of pytest do not need it
+
+        class Shown(Trainer):  # type: ignore[misc]
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+                self.adapter.seen.append(parity.label_logprobs(outputs.logits, inputs["labels"]))
+                return loss
+
         torch.manual_seed(0)
         shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **shape))

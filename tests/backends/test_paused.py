@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 import parity
 
@@ -152,6 +152,8 @@ class PausesAtGradients(TrainerCallback):  # type: ignore[misc]
 
 
 def test_a_trainer_that_is_paused_computes_as_one_that_is_not(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments  # takes long, and other workers of pytest do not need it
+
     def weights(paused: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model, callback = Net(), PausesAtGradients()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import BACKENDS, assert_honest, cell_of, exhaustive, record_of, slow
+from cells import BACKENDS, assert_honest, cell_of, exhaustive, needs, record_of, slow
 from safetensors.torch import load_file, save_file
 
 from conformance.core.host import FIXTURES, resolve
@@ -21,7 +21,7 @@ from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 
 def larger_vocabulary(model: str, out: Path) -> Path:

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cells import BACKENDS, STEPS, assert_honest, cell_of, exhaustive, record_of, slow
+from cells import BACKENDS, STEPS, assert_honest, cell_of, exhaustive, needs, record_of, slow
 
 from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
@@ -19,7 +19,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import load_scenario
 
-pytest.importorskip("megatron.core")
+pytestmark = needs("megatron-core")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import cell_of, exhaustive
+from cells import cell_of, exhaustive, needs
 from converted import assert_converted, train
 
 from conformance.core.errors import UsageError
@@ -15,7 +15,7 @@ from conformance.runtime import Pool
 from conformance.spec.precision import PrecisionName
 from impl.convert.convert import convert, open_checkpoint
 
-universal = pytest.importorskip("impl.deepspeed.checkpoint")
+pytestmark = needs("deepspeed")
 
 LLAMA = FIXTURES / "models" / "llama"
 Written = Callable[[str, PrecisionName], Path]
@@ -66,6 +66,7 @@ def test_frozen_parameters_are_converted_though_the_library_leaves_them_out(
 def test_universal_checkpoint_without_frozen_is_usage_error(
     written: Written, tmp_path: Path, layout: str, message: str
 ) -> None:
+    universal = pytest.importorskip("impl.deepspeed.checkpoint")
     folder = written(layout, "fp32")
     universal.make_universal(folder / "checkpoint" / "state", tmp_path / "universal", all_trained=False)
     with pytest.raises(UsageError, match=message):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import HONEST, cell_of, exhaustive, ranks_of
+from cells import HONEST, cell_of, exhaustive, needs, ranks_of
 from fsdp2_tasks import value_folder
 from test_fsdp2_models import trio
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +28,7 @@ from conformance.spec.scenario import scenario_to_json
 from conformance.worker.evidence import Watch
 from impl.interface.trainable import ContextConfig
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
-pytest.importorskip("deepspeed")
 from impl.deepspeed.config import compare_in_host_memory, plans_the_head_alone
 
 SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}

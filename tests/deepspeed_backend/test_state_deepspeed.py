@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import BACKENDS, assert_honest, exhaustive
+from cells import BACKENDS, assert_honest, exhaustive, needs
 from conftest import make_cell
 from test_deepspeed import in_ranks
 
@@ -23,7 +23,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 EVERY_KIND = (
     "dp2.zero0",

@@ -1,15 +1,19 @@
 """The sums of squares behind gradient norms, to the last digits, also on a CPU."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer import clip_grads
-from megatron.core.utils import local_multi_tensor_l2_norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from impl.engine.optimizers import sums_of_squares
-from impl.megatron.device_placement import placed
+
+
+@pytest.fixture
+def placement() -> Any:
+    """Returns impl.megatron.device_placement, which imports megatron-core."""
+    return pytest.importorskip("impl.megatron.device_placement")
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
@@ -46,21 +50,21 @@ def test_deepspeeds_norm_on_a_cpu_has_the_digits_of_its_dtype(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_megatrons_norm_has_the_digits_of_its_dtype(device: str) -> None:
-    tensors = [numbers(torch.float32), numbers(torch.float32)[:1000]]
+def test_megatrons_norm_has_the_digits_of_its_dtype(placement: Any, device: str) -> None:
+    tensors, clip = [numbers(torch.float32), numbers(torch.float32)[:1000]], placement.clip_grads
     right = math.sqrt(sum(map(square_of, tensors)))
-    with placed(device, exact=False):
-        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, torch.zeros(1), [tensors], False)
+    with placement.placed(device, exact=False):
+        norm, _ = clip.multi_tensor_applier(clip.l2_norm_impl, torch.zeros(1), [tensors], False)
     assert (norm.dtype, norm.shape) == (torch.float32, (1,))
     assert abs(norm.item() / right - 1) <= torch.finfo(torch.float32).eps / 2
     assert abs(torch.norm(tensors[0]).item() ** 2 / square_of(tensors[0]) - 1) > 1e-6  # which it would take
 
 
-def test_megatrons_norm_reads_nothing_from_the_device() -> None:
+def test_megatrons_norm_reads_nothing_from_the_device(placement: Any) -> None:
     """Whoever reads a number, as the library does for every tensor, fails with tensors that have none."""
-    with placed("cuda:0", exact=False), FakeTensorMode():
-        tensors = [[torch.empty(3), torch.empty(2, 2)]]
-        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, torch.zeros(1), tensors, False)
+    with placement.placed("cuda:0", exact=False), FakeTensorMode():
+        tensors, clip = [[torch.empty(3), torch.empty(2, 2)]], placement.clip_grads
+        norm, _ = clip.multi_tensor_applier(clip.l2_norm_impl, torch.zeros(1), tensors, False)
         assert norm.shape == (1,)
         with pytest.raises(RuntimeError, match="data is not allocated"):
-            clip_grads.multi_tensor_applier(local_multi_tensor_l2_norm, torch.zeros(1), tensors, False)
+            clip.multi_tensor_applier(placement.local_multi_tensor_l2_norm, torch.zeros(1), tensors, False)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from cells import needs
 
 from conformance.backends.protocol import BrokenBackend, MissingExtra, registered_backends
 from conformance.core import packages
@@ -22,11 +23,7 @@ from conformance.core.host import FIXTURES
 from impl.megatron.model_config import LACKING, read_shape
 from impl.models import support
 
-pytest.importorskip("megatron.core")
-from megatron.core.transformer import ModuleSpec
-
-from impl.megatron.releases import submodules
-
+pytestmark = needs("megatron-core")
 READS_0_16 = pytest.mark.skipif(
     not support.is_older("megatron-core", 0, 17), reason="reads sources of megatron-core 0.16; later ones differ"
 )
@@ -109,6 +106,10 @@ def test_triton_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_submodules_of_both_forms_of_specs_are_found() -> None:
     """Up to 0.17 the spec of a mixture of experts is a ModuleSpec, from 0.18 on a partial."""
+    from megatron.core.transformer import ModuleSpec
+
+    from impl.megatron.releases import submodules
+
     parts = object()
     assert submodules(ModuleSpec(module=object, submodules=parts)) is parts
     assert submodules(partial(print, submodules=parts)) is parts

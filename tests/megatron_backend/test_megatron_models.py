@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cells import exhaustive, ranks_of
+from cells import exhaustive, needs, ranks_of
 from safetensors.torch import load_file
 
 from conformance.core.errors import UsageError
@@ -26,7 +26,7 @@ from conformance.spec.observables import Role
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import load_scenario
 
-pytest.importorskip("megatron.core")
+pytestmark = needs("megatron-core")
 
 HONEST = 1e-12  # relative error of a parameter's gradient or update in the exact tier
 FAMILIES = ("pangu", "llama", "qwen3")

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from cells import assert_honest, cell_of
+from cells import assert_honest, cell_of, needs
 
 from conformance.backends.faults import catalogue
 from conformance.core.packages import is_installed
@@ -19,7 +19,7 @@ from conformance.spec.precision import PrecisionName
 from impl.faults.optimizer import MEGATRON_MUON_FAULTS
 from impl.models.support import is_older
 
-pytest.importorskip("megatron.core")
+pytestmark = needs("megatron-core")
 LACKS = is_older("megatron-core", 0, 17) or not is_installed("emerging-optimizers")
 needs_muon = pytest.mark.skipif(LACKS, reason="needs megatron-core 0.17 and emerging-optimizers")
 FUSED = "sft-muon-fused"

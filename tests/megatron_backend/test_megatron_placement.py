@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-pytest.importorskip("megatron.core")
-
-from megatron.core.optimizer import clip_grads
-
 from conformance.backends import on_cpu
-from impl.megatron.device_placement import _REPLACEMENTS, _l2_norm, placed
+
+
+@pytest.fixture
+def placement() -> Any:
+    """Returns impl.megatron.device_placement, which imports megatron-core."""
+    return pytest.importorskip("impl.megatron.device_placement")
 
 
 def step(device: str | None) -> dict[str, torch.Tensor]:
@@ -32,10 +33,10 @@ def step(device: str | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_no_number_changes(dtype: torch.dtype) -> None:
+def test_no_number_changes(placement: Any, dtype: torch.dtype) -> None:
     with default_dtype(dtype):
         plain = step(device=None)
-        with placed("cpu", exact=dtype == torch.float64):
+        with placement.placed("cpu", exact=dtype == torch.float64):
             moved = step(device="cuda")
     assert plain.keys() == moved.keys()
     assert all(torch.equal(plain[name], moved[name]) and moved[name].device.type == "cpu" for name in plain)
@@ -51,42 +52,42 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def attributes() -> list[Any]:
-    every = (*_REPLACEMENTS, *on_cpu._REPLACEMENTS)
-    return [vars(owner).get(name) for owner, names in every for name in names] + [clip_grads.l2_norm_impl]
+def attributes(placement: Any) -> list[Any]:
+    every = (*placement._REPLACEMENTS, *on_cpu._REPLACEMENTS)
+    return [vars(owner).get(name) for owner, names in every for name in names] + [placement.clip_grads.l2_norm_impl]
 
 
-def test_nothing_is_left_even_after_an_exception() -> None:
-    before = attributes()
-    with contextlib.suppress(RuntimeError), placed("cpu", exact=True):
-        assert attributes() != before
-        with placed("cpu", exact=True):
+def test_nothing_is_left_even_after_an_exception(placement: Any) -> None:
+    before = attributes(placement)
+    with contextlib.suppress(RuntimeError), placement.placed("cpu", exact=True):
+        assert attributes(placement) != before
+        with placement.placed("cpu", exact=True):
             assert torch.zeros(1, device="cuda", pin_memory=True).cuda().device.type == "cpu"
         raise RuntimeError
-    assert attributes() == before
+    assert attributes(placement) == before
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_dtypes_have_the_names_that_megatron_looks_for() -> None:
-    with placed("cpu", exact=False):
+def test_dtypes_have_the_names_that_megatron_looks_for(placement: Any) -> None:
+    with placement.placed("cpu", exact=False):
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
         assert torch.zeros(1).type(torch.float64).dtype == torch.float64  # a conversion stays one
-    with placed("cpu", exact=True):
+    with placement.placed("cpu", exact=True):
         assert torch.zeros(1, dtype=torch.float64).type() == "torch.cuda.FloatTensor"
 
 
-def test_on_a_gpu_the_norm_is_replaced_and_in_the_exact_tier_the_names_of_dtypes() -> None:
-    before = attributes()
+def test_on_a_gpu_the_norm_is_replaced_and_in_the_exact_tier_the_names_of_dtypes(placement: Any) -> None:
+    before = attributes(placement)
     for exact, dtype in ((False, torch.float32), (True, torch.float64)):
-        with placed("cuda:0", exact=exact), placed("cuda:0", exact=exact):
-            assert attributes() == [*before[:-1], _l2_norm]
+        with placement.placed("cuda:0", exact=exact), placement.placed("cuda:0", exact=exact):
+            assert attributes(placement) == [*before[:-1], placement._l2_norm]
             assert torch.zeros(1, dtype=dtype).type() == "torch.FloatTensor"
-        assert attributes() == before
+        assert attributes(placement) == before
 
 
-def test_a_norm_of_another_package_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_of_another_package_stays(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of Apex or TransformerEngine, where megatron-core has found one."""
-    monkeypatch.setattr(clip_grads, "l2_norm_impl", sum)
-    with placed("cuda:0", exact=False):
-        assert clip_grads.l2_norm_impl is sum
+    monkeypatch.setattr(placement.clip_grads, "l2_norm_impl", sum)
+    with placement.placed("cuda:0", exact=False):
+        assert placement.clip_grads.l2_norm_impl is sum

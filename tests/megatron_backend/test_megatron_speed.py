@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from cells import ranks_of
+from cells import needs, ranks_of
 
 from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 
-pytest.importorskip("megatron.core")
+pytestmark = needs("megatron-core")
 
 FOLDERS = {"policy": str(FIXTURES / "models" / "pangu")}
 

@@ -6,7 +6,7 @@ That it is the same to the bit, and what is refused, is in tests/megatron_backen
 from itertools import permutations, product
 
 import pytest
-from cells import BACKENDS, assert_honest
+from cells import BACKENDS, assert_honest, needs
 from conftest import make_cell
 
 from conformance.matrix.cell import Cell, Handover, Phase
@@ -14,7 +14,7 @@ from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 
-pytest.importorskip("megatron.core")
+pytestmark = needs("megatron-core")
 
 PLAIN = ("dp2", "tp2", "tp2.seqpar", "pp2", "pp2.vpp2", "sp2")
 DISTRIBUTED = ("dp2.zero1", "dp2.zero1.overlap", "tp2.zero1", "pp2.vpp2.zero1")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -353,10 +352,16 @@ def test_leak_watch_sees_what_the_tier_cannot_lift(outside: bool) -> None:
     assert [leak.op for leak in watch.leaks] == ["aten.mul.Tensor", "aten.lift_fresh.default"]
 
 
+@pytest.fixture
+def counter() -> Any:
+    from torch._dynamo.testing import CompileCounter  # takes long, and other workers of pytest do not need it
+
+    return CompileCounter()
+
+
 @pytest.mark.parametrize("asks", [asks for asks in DOWNCASTS if asks not in NOT_COMPILED])
-def test_what_torch_compiles_is_compiled_and_stays_in_float64(asks: str) -> None:
+def test_what_torch_compiles_is_compiled_and_stays_in_float64(counter: Any, asks: str) -> None:
     """The modes are no part of it, and do not keep torch from it."""
-    counter = CompileCounter()
     compiled = torch.compile(lambda x: DOWNCASTS[asks]() + 0 * x, backend=counter)
     with exact_tier(), LeakWatch() as watch:
         found = compiled(X)
@@ -366,9 +371,8 @@ def test_what_torch_compiles_is_compiled_and_stays_in_float64(asks: str) -> None
     torch._dynamo.reset()
 
 
-def test_compiled_recomputation_reuses_forward_code() -> None:
+def test_compiled_recomputation_reuses_forward_code(counter: Any) -> None:
     """Otherwise torch compiles it anew and not lifted, and what it fuses into kernels no mode reaches."""
-    counter = CompileCounter()
     compiled = torch.compile(lambda x: x.float().square().to(x.dtype), backend=counter)
     x = X.clone().requires_grad_()
     with exact_tier():

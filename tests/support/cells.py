@@ -21,6 +21,7 @@ from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import SubprocessAdapter, adapter_of
 from conformance.core.host import FIXTURES
 from conformance.core.io import read_toml
+from conformance.core.packages import is_installed
 from conformance.matrix.cell import Cell, Phase
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.verdict import Verdict
@@ -47,6 +48,12 @@ BACKENDS = {
 }
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skips tests where a package is not installed. Unlike importorskip it imports nothing, which each worker of pytest
+    would do for all test files."""
+    return pytest.mark.skipif(not is_installed(package), reason=f"needs {package}")
 
 
 def one_of_each_stage(faults: Sequence[Fault], having: Callable[[str], Sequence[str]]) -> set[tuple[str, str]]:
