@@ -42,6 +42,8 @@ from conformance.spec.precision import FLOAT64
 Compared = dict[frozenset[tuple[str, ...]], dict[str, Difference]]
 Bounds = Mapping[tuple[str, str, int], float]
 PER_FORK = 50  # cells whose comparison takes as long as the start of some processes
+BYTES_PER_FORK = 2**29  # of records, likewise
+CACHED = 2**14  # numbers of each member that are compared at a time
 NOT_KEPT = "only its scalars were compared with some others, because its tensors were not kept (--keep all keeps them)"
 
 
@@ -78,9 +80,19 @@ def write_side_by_side(out: Path, *, parts: Sequence[Path] = ()) -> None:
         return _group(out, name, several[name], earlier)
 
     longest_first = sorted(several, key=lambda name: len(several[name]), reverse=True)
-    forks = sum(map(len, several.values())) // PER_FORK
+    members = [entry for entries in several.values() for entry in entries]
+    forks = len(members) // PER_FORK + sum(map(partial(_bytes, out), members)) // BYTES_PER_FORK
     found = dict(zip(longest_first, map_in_forks(compared, longest_first, most=forks), strict=True))
     write_groups(out, [found[name] for name in several])
+
+
+def _bytes(out: Path, entry: Entry) -> int:
+    """Returns the size of the files of steps of a cell; 0 if its records are not inside ``out``."""
+    try:
+        folders = [inside(out, out / entry.folder / record) for record in entry.records]
+    except UsageError:
+        return 0  # _read reports it
+    return sum(file.lstat().st_size for folder in folders for file in folder.glob("*"))
 
 
 def _read_earlier(out: Path) -> Compared:
@@ -307,14 +319,25 @@ def _pairwise_distances(tensors: Sequence[torch.Tensor | None], *, unit: float) 
     shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
     for shape in set(shapes):
         same_shape = torch.tensor([i for i, other in enumerate(shapes) if other == shape])
-        values = [t.double().flatten() for i in same_shape if (t := tensors[i]) is not None]
-        if values:  # cdist's faster algorithm, by matrix products, loses distances below 1e-8
-            stacked = torch.stack(values)
-            distances = torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist") / (unit or 1.0)
+        values = [t.flatten() for i in same_shape if (t := tensors[i]) is not None]
+        if values:
+            first, second = same_shape[torch.triu_indices(len(values), len(values), offset=1)]
+            matrix[first, second] = matrix[second, first] = _distances(values) / (unit or 1.0)
         else:
-            distances = torch.full((len(same_shape), len(same_shape)), -1.0, dtype=torch.float64)
-        matrix[same_shape[:, None], same_shape] = distances
+            matrix[same_shape[:, None], same_shape] = -1.0
     return matrix.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _distances(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the distance of every two of these vectors of one length, in the order of torch.pdist: (pairs,) float64.
+
+    Columns are taken in pieces that stay in a processor's cache.
+    """
+    squares = torch.zeros(math.comb(len(values), 2), dtype=torch.float64)
+    for start in range(0, len(values[0]), CACHED):
+        piece = torch.stack([value[start : start + CACHED].double() for value in values])  # (members, columns)
+        squares += torch.pdist(piece).square()
+    return squares.sqrt()
 
 
 class _Worst:

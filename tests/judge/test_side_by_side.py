@@ -83,7 +83,10 @@ def test_members_that_agree_are_one_family_with_the_oracle(sample: Path) -> None
         assert pair["columns"]["gradients"]["allowed"] == 2 * EXACT
 
 
-def test_pair_difference_is_relative_to_oracle_norm(sample: Path) -> None:
+@pytest.mark.parametrize("cached", [5, side_by_side.CACHED])
+def test_pair_difference_is_relative_to_oracle_norm(sample: Path, monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
+    monkeypatch.setattr(side_by_side, "CACHED", cached)
+    write_side_by_side(sample)
     oracle = read_record(sample / "oracle/tiny/float64").steps
     records = [read_record(sample / f"cells/0{number}/legs/0/record").steps for number in (1, 2)]
     worst = 0.0
@@ -395,7 +398,8 @@ def test_the_command_prints_the_table_and_its_exit_code_says_whether_all_agree(
     assert cli.main(["compare", str(write_run(tmp_path / "out", {DEEPSPEED: WRONG}))]) == 1
 
 
-def test_forks_compare_groups_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("work", ["PER_FORK", "BYTES_PER_FORK"])
+def test_forks_compare_groups_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
     """The longest group is compared first, and the file keeps the order of the run."""
     out = write_run(tmp_path / "out")
     run, entries = read_run(out)
@@ -409,8 +413,8 @@ def test_forks_compare_groups_as_one_process_does(tmp_path: Path, monkeypatch: p
         return begun[-1]
 
     monkeypatch.setattr(os, "fork", counted)
-    for per_fork in (len(entries) * 2, 1):
-        monkeypatch.setattr(side_by_side, "PER_FORK", per_fork)
+    for least in (2**29, 1):
+        monkeypatch.setattr(side_by_side, work, least)
         write_side_by_side(out)
         found.append((out / "side_by_side.json").read_text())
     assert found[0] == found[1]
