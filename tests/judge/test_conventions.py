@@ -130,7 +130,7 @@ def test_means_of_responses_have_an_epsilon_beside_the_count(tmp_path: Path) -> 
     record = OracleRuns(cell, tmp_path).record((CountEpsilon(value=0.5),))
     entropies = rows_of(record, "entropy").values()
     mean = sum(one.sum().item() / (len(one) + 0.5) for one in entropies) / len(entropies)
-    assert record.steps[0].value("entropy_loss") == pytest.approx(mean, rel=1e-12)
+    assert record.steps[0].value("entropy_loss") == pytest.approx(mean, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("by", [1, 2])
@@ -144,13 +144,13 @@ def test_mini_batches_are_divided_by_their_mean_tokens(runs: OracleRuns, step: i
     losses = [-torch.minimum(r * advantages[row], r.clamp(0.9, 1.14) * advantages[row]) for row, r in ratios.items()]
     mean = sum(tokens) / len(tokens)
     total = sum(loss.sum().item() for loss in losses) / mean
-    assert own.value("pg_loss") == pytest.approx(total / by, rel=1e-12)
+    assert own.value("pg_loss") == pytest.approx(total / by, rel=1e-12, abs=0)
 
 
 def test_a_divided_loss_leaves_the_entropy_bonus(runs: OracleRuns) -> None:
     found, right = (runs.record(defects).steps[0] for defects in ((DividedLoss(by=4),), ()))
     for key, by in (("pg_loss", 4), ("kl_loss", 4), ("entropy_loss", 1)):
-        assert found.value(key) == pytest.approx((right.value(key) or 0.0) / by, rel=1e-12)
+        assert found.value(key) == pytest.approx((right.value(key) or 0.0) / by, rel=1e-12, abs=0)
     assert found.value("grad_norm") != right.value("grad_norm")
 
 
@@ -158,9 +158,11 @@ def test_entropy_is_the_mean_of_means(runs: OracleRuns) -> None:
     record = runs.record((ENTROPY,))
     entropies, rows = rows_of(record, "entropy"), [row.index for row in runs.batches[0].rows]
     halves = [torch.cat([entropies[row] for row in half]) for half in (rows[:4], rows[4:])]
-    assert record.steps[0].value("entropy_loss") == pytest.approx(sum(h.mean().item() for h in halves) / 2, rel=1e-12)
+    assert record.steps[0].value("entropy_loss") == pytest.approx(
+        sum(h.mean().item() for h in halves) / 2, rel=1e-12, abs=0
+    )
     right = runs.record().steps[0].value("entropy_loss")
-    assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12)
+    assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.5])
@@ -170,8 +172,8 @@ def test_metrics_are_the_means_of_means(runs: OracleRuns, epsilon: float) -> Non
         found = rows_of(record, of_tokens, step=1)
         halves = [torch.cat([found[row] for row in half]) for half in (rows[:4], rows[4:])]
         own, right = (one.steps[1].value(key) for one in (record, runs.record()))
-        assert own == pytest.approx(sum(h.sum().item() / (len(h) + epsilon) for h in halves) / 2, rel=1e-12)
-        assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12)
+        assert own == pytest.approx(sum(h.sum().item() / (len(h) + epsilon) for h in halves) / 2, rel=1e-12, abs=0)
+        assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12, abs=0)
         assert own != right
 
 
@@ -280,7 +282,7 @@ def test_a_mean_of_means_is_that_of_its_parts(halves: OracleRuns) -> None:
         -torch.cat([logprobs[row.index] for row in part if row.target_count]).mean().item() for part in micro_batches
     ]
     own = halves.record((MeanOfMeans(parts=2, of=("micro-batches",)),)).steps[0]
-    assert own.value("loss") == pytest.approx(sum(means) / 2, rel=1e-13)
+    assert own.value("loss") == pytest.approx(sum(means) / 2, rel=1e-13, abs=0)
     assert own.value("loss") != pytest.approx(right.value("loss"), rel=1e-4)
     assert own.value("token_count") == right.value("token_count")
 

@@ -41,7 +41,7 @@ def test_the_worst_token_has_the_error_that_is_judged_and_its_place(tmp_path: Pa
     [judged] = [q for q in verdict.findings if q.stage == "log-probs"]
     assert strip.starts == ((0, 0), (0, 1), (7, 0), (7, 1), (7, 2))
     assert strip.errors[-1] == judged.observed
-    assert strip.errors[:-1] == pytest.approx([1e-4 * judged.observed] * 4, rel=5e-3)
+    assert strip.errors[:-1] == pytest.approx([1e-4 * judged.observed] * 4, rel=5e-3, abs=0)
     assert strip.where == judged.where == "row 7, target 2"
     assert strip.max_abs == pytest.approx(1e-3)
 
@@ -75,7 +75,7 @@ def test_many_tokens_are_the_worst_of_their_bins() -> None:
     assert max(b - a for a, b in pairwise(edges)) <= len(places) // BINS + 1
     error = off.norm().item() / 10
     expected = [off[a:b].max().item() / off.max().item() * error for a, b in pairwise(edges)]
-    assert list(strip.errors) == pytest.approx(expected, rel=5e-3)
+    assert list(strip.errors) == pytest.approx(expected, rel=5e-3, abs=0)
     assert max(strip.errors) == error
 
 

@@ -45,7 +45,7 @@ def test_the_noise_of_a_loss_is_that_of_its_tokens_where_all_ratios_are_1() -> N
         return term.values["loss"], term.rows[terms_of("loss")]
 
     right, terms = losses(0.0)
-    assert terms.sum().item() == pytest.approx(right, rel=1e-13)
+    assert terms.sum().item() == pytest.approx(right, rel=1e-13, abs=0)
     wrong = [losses(1e-4) for _ in range(200)]
     errors = torch.tensor([loss - right for loss, _ in wrong])
     estimates = torch.tensor([_of_terms({"0": found}, {"0": terms}, unit=1.0) for _, found in wrong])

@@ -74,7 +74,7 @@ def test_the_loss_that_balances_is_of_the_step_and_not_of_how_it_is_cut() -> Non
     """Of each document alone it is another number, whose mean is not that of the step."""
     packed = Batch(step=0, max_len=64, rows=(Row(0, tuple(d for row in BATCH.rows for d in row.documents)),))
     together, apart = observe_sft(packed, "qwen3-moe"), observe_sft(BATCH, "qwen3-moe")
-    assert together.values["router_loss"] == pytest.approx(apart.values["router_loss"], rel=1e-15)
+    assert together.values["router_loss"] == pytest.approx(apart.values["router_loss"], rel=1e-15, abs=0)
     name = "model.layers.0.mlp.gate.weight"
     assert relative(together.gradients["policy"][name], apart.gradients["policy"][name]) < 1e-14
     alone = [replace(BATCH, rows=(row,)) for row in BATCH.rows if row.target_count]
@@ -98,7 +98,11 @@ def test_the_z_loss_is_that_of_megatron_core_summed_over_layers(family: str) -> 
         theirs.backward()
     with_it = observe(step, [replace(policy_model(family), z_loss=1.0)], Sft(), FLOAT64)
     without = observe_sft(step, family)
-    assert with_it.values["router_z_loss"] == without.values["router_z_loss"] == pytest.approx(theirs.item(), rel=1e-13)
+    assert (
+        with_it.values["router_z_loss"]
+        == without.values["router_z_loss"]
+        == pytest.approx(theirs.item(), rel=1e-13, abs=0)
+    )
     gates = [name for name in with_it.gradients["policy"] if name.endswith((".mlp.gate.weight", ".mlp.router.weight"))]
     assert len(gates) == len(routers(family))
     for name in gates:
@@ -141,7 +145,7 @@ def test_a_document_without_targets_is_routed_and_balanced_too() -> None:
     assert not BATCH.rows[-1].target_count
     assert set(observe_sft(BATCH, "qwen3-moe").rows["routing"]) == {0, 1, 2, 3}
     found, other = observe_sft(BATCH, "qwen3-moe"), observe_sft(without, "qwen3-moe")
-    assert found.values["loss"] == pytest.approx(other.values["loss"], rel=1e-15)
+    assert found.values["loss"] == pytest.approx(other.values["loss"], rel=1e-15, abs=0)
     assert abs(found.values["router_loss"] - other.values["router_loss"]) > 1e-4
 
 
@@ -166,7 +170,7 @@ def test_choices_that_are_given_take_the_place_of_the_routers_own(family: str) -
 
     same = run(as_chosen)
     assert max(relative(same.rows["routing"][r], own.rows["routing"][r]) for r in range(4)) < 1e-15
-    assert same.values["loss"] == pytest.approx(own.values["loss"], rel=1e-14)
+    assert same.values["loss"] == pytest.approx(own.values["loss"], rel=1e-14, abs=0)
     others = run([(indices + 1) % moe.experts for indices in as_chosen])
     assert abs(others.values["loss"] - own.values["loss"]) > 1e-3
     assert all(name in others.gradients["policy"] for name in own.gradients["policy"])
@@ -235,7 +239,7 @@ def test_the_noise_of_the_loss_that_balances_is_that_of_its_terms(shared: bool) 
 
     right = balance(torch.zeros(900, 4))
     loss, terms = right.loss(right.probabilities), {"0": right.terms()}  # type: ignore[arg-type]
-    assert terms["0"].sum().item() == pytest.approx(loss.item(), rel=1e-14)
+    assert terms["0"].sum().item() == pytest.approx(loss.item(), rel=1e-14, abs=0)
     wrong = [balance(drawn()) for _ in range(200)]
     errors = torch.stack([(one.loss(one.probabilities) - loss) / loss for one in wrong])  # type: ignore[arg-type]
     estimates = torch.tensor([_of_terms({"0": one.terms()}, terms, unit=loss.item()) for one in wrong])
@@ -263,7 +267,7 @@ def test_each_router_balances_its_load_in_a_micro_batch() -> None:
         loads = [routing.loads[router] for routing in documents]
         counts, sums = (sum(one) for one in zip(*loads, strict=True))
         expected += 4 * float((counts / (2 * 5)) @ (sums / 5)) / 3
-    assert sum(part.loss(routing).item() for routing in documents) == pytest.approx(expected, rel=1e-14)
+    assert sum(part.loss(routing).item() for routing in documents) == pytest.approx(expected, rel=1e-14, abs=0)
 
 
 @pytest.mark.parametrize("best", [1, 2])

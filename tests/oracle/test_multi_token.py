@@ -73,7 +73,7 @@ def test_loss_is_the_mean_over_targets_of_each_depth() -> None:
     observed = observe(BATCH, [model_of()], objective, FLOAT64)
     sums = {key: sum(row.sum().item() for row in rows.values()) for key, rows in observed.rows.items() if "prob" in key}
     due = -sums["logprob"] / 7 - 0.15 * sums["mtp_1_logprob"] / 5 - 0.15 * sums["mtp_2_logprob"] / 3
-    assert observed.values["loss"] == pytest.approx(due, rel=1e-12)
+    assert observed.values["loss"] == pytest.approx(due, rel=1e-12, abs=0)
     assert observed.rows["mtp_2_logprob"][0][:1].tolist() == [0]  # its first target is too near the beginning
 
 

@@ -141,12 +141,12 @@ def test_values_of_a_step_are_those_of_its_tensors(records: dict[str, Record]) -
     for step, batch in zip(records["float64"].steps, BATCHES, strict=False):
         logprobs = torch.cat([*tensors(step, "logprob").values()])
         assert step.value("token_count") == batch.target_count == len(logprobs)
-        assert step.value("loss") == pytest.approx(-logprobs.mean().item(), rel=1e-14)
+        assert step.value("loss") == pytest.approx(-logprobs.mean().item(), rel=1e-14, abs=0)
         norm = step.value("grad_norm")
-        assert norm == pytest.approx(global_norm(tensors(step, "gradient")), rel=1e-15)
+        assert norm == pytest.approx(global_norm(tensors(step, "gradient")), rel=1e-15, abs=0)
         assert norm is not None
         assert norm > 0.5, "clipping is active, and what is recorded is not clipped"
-        assert step.value("lr") == pytest.approx(1e-2 * SCENARIO.schedule.factor(step.step), rel=1e-15)
+        assert step.value("lr") == pytest.approx(1e-2 * SCENARIO.schedule.factor(step.step), rel=1e-15, abs=0)
 
 
 def test_warmup_starts_at_zero_and_weights_move_only_then(records: dict[str, Record]) -> None:
@@ -303,7 +303,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(several: Several) -> Non
     value_loss = sum(((v - w) ** 2).sum() for v, w in zip(values, wanted, strict=True)) / (2 * count)
     for key, prefix, total, weights in (("loss", "", loss, policy), ("critic.loss", "critic.", value_loss, critic)):
         assert isinstance(total, Tensor)
-        assert record.steps[0].value(key) == pytest.approx(total.item(), rel=1e-14)
+        assert record.steps[0].value(key) == pytest.approx(total.item(), rel=1e-14, abs=0)
         gradients = torch.autograd.grad(total, [*weights.values()])
         found = tensors(record.steps[0], f"{prefix}gradient")
         for name, gradient in zip(weights, gradients, strict=True):
@@ -315,7 +315,7 @@ def test_every_model_is_clipped_by_its_own_norm(several: Several) -> None:
     for prefix in ("", "critic."):
         gradients = tensors(record.steps[0], f"{prefix}gradient")
         norm = record.steps[0].value(f"{prefix}grad_norm")
-        assert norm == pytest.approx(global_norm(gradients), rel=1e-15)
+        assert norm == pytest.approx(global_norm(gradients), rel=1e-15, abs=0)
         assert norm is not None
         assert norm > 0.01
         before, after = tensors(record.loaded, f"{prefix}weight"), tensors(record.steps[0], f"{prefix}weight")
@@ -332,7 +332,7 @@ def test_an_objectives_columns_and_options_reach_its_functions(tmp_path: Path) -
         annotated = scenario.objective.annotate(BATCHES[:2])
         found[power] = run(tmp_path / str(power), scenario, steps=annotated).steps[0]
     assert found[0.0].value("weight_sum") == BATCHES[0].target_count
-    assert found[0.0].value("loss") == pytest.approx(plain.value("loss"), rel=1e-14)
+    assert found[0.0].value("loss") == pytest.approx(plain.value("loss"), rel=1e-14, abs=0)
     gradients = tensors(plain, "gradient")
     for power, same in ((0.0, True), (1.0, False), (2.0, False)):
         errors = [relative(g, gradients[name]) for name, g in tensors(found[power], "gradient").items()]

@@ -192,7 +192,7 @@ def test_every_quantity_is_in_the_page_with_its_bound(sample: Path, page: str) -
         }
         assert found.keys() == held.keys()
         for key, (observed, allowed) in held.items():
-            assert found[key][0] == pytest.approx(observed, rel=5e-4)
+            assert found[key][0] == pytest.approx(observed, rel=5e-4, abs=0)
             assert found[key][1] == allowed
 
 
@@ -201,7 +201,7 @@ def test_digits_and_powers_are_the_errors() -> None:
     errors = [0.0, 5e-324, 1.5e300, 1e-11, 9.996e-12, 1.00049e-11, *(10 ** rng.uniform(-16, 3) for _ in range(200))]
     found = [Quantity(stage="s", tensor="t", step=0, observed=error, allowed=1e-11) for error in errors]
     shown = numbers(*spelled(found))
-    assert shown == pytest.approx(errors, rel=1.1 * 10 ** (1 - DIGITS))
+    assert shown == pytest.approx(errors, rel=1.1 * 10 ** (1 - DIGITS), abs=0)
     assert [error <= 1e-11 for error in shown] == [error <= 1e-11 for error in errors]
     assert numbers(*spelled(found[3:])) == shown[3:]  # without the powers that no character has
     odd = [replace(found[0], observed=error) for error in (math.nan, math.inf, 1.5)]

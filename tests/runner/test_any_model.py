@@ -82,7 +82,7 @@ def test_on_every_family_of_the_oracle_transformers_agrees_with_it(family: str, 
     own = observed(read_decoder(model), model)
     with exact_tier():
         other = observed(decoder_of_transformers(model), model)
-    assert other.values["loss"] == pytest.approx(own.values["loss"], rel=1e-14)
+    assert other.values["loss"] == pytest.approx(own.values["loss"], rel=1e-14, abs=0)
     assert max(relative(other.rows["logprob"][i], row) for i, row in own.rows["logprob"].items()) < 1e-14
     assert other.gradients["policy"].keys() == own.gradients["policy"].keys()
     assert worst(other.gradients["policy"], own.gradients["policy"]) < 1e-13
@@ -114,7 +114,7 @@ def test_what_transformers_gets_wrong_this_reference_gets_wrong_too(monkeypatch:
         counts = [sum(d.targets) for d in BATCH.documents[:3]]
         wrong = sum(loss.item() * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
         other = observed(decoder_of_transformers(folder("llama")), folder("llama")).values["loss"]
-    assert other == pytest.approx(wrong, rel=1e-13)
+    assert other == pytest.approx(wrong, rel=1e-13, abs=0)
     assert abs(other - right) > 1e-3
 
 
