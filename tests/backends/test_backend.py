@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -30,27 +29,45 @@ def test_the_built_in_backends_register_like_everybody_elses() -> None:
     assert registered_backends()["fsdp2"].target == "impl.fsdp2.adapter:Fsdp2Backend"
 
 
-def test_an_adapter_stuck_in_its_imports_ends_with_a_killed_controller(tmp_path: Path) -> None:
-    """It has the standard error of the controller, so whoever reads that to its end would wait for ever."""
-    (tmp_path / "stuck.py").write_text("import time\ntime.sleep(600)\n")
-    code = """
-        import os, signal
-        from conformance.backends.registry import forked_process
-        adapter = forked_process("stuck:Adapter")
-        adapter.process.read_pid()
-        print(adapter.process.pid, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+# Prints what a controller imports to ask all backends, then asks an adapter that never answers, and is killed.
+CONTROLLER = """
+import os, signal, sys
+from conformance.backends.protocol import registered_backends
+registered_backends()
+print("impl" in sys.modules)
+from conformance.backends.registry import adapter_of, forked_process
+from conformance.spec.layout import Layout
+from conformance.core.host import FIXTURES
+from conformance.spec.scenario import load_scenario
+scenario = load_scenario(FIXTURES / "scenarios/sft-packed.toml", model="models/qwen3", precision="exact")
+for entry in registered_backends().values():
+    adapter, layout = adapter_of(entry), Layout.parse("dp2")
+    supported = type(adapter.supports(scenario, layout)).__name__
+    print(entry.name, supported, adapter.host_bytes(scenario, layout) > 0)
+print(*{"transformers", "torch._dynamo", "deepspeed", "megatron.core", "peft"} & sys.modules.keys())
+stuck = forked_process("stuck:Adapter")
+stuck.process.read_pid()
+print(stuck.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Returns the lines that the controller has printed."""
+    folder = tmp_path_factory.mktemp("stuck")
+    (folder / "stuck.py").write_text("import time\ntime.sleep(600)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), *sys.path))}
+    command = [sys.executable, "-c", CONTROLLER]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_adapter_stuck_in_its_imports_ends_with_a_killed_controller(printed: list[str]) -> None:
+    """It has the standard error of the controller, so whoever reads that to its end would wait for ever."""
     for _ in range(600):  # its files are closed before it has ended
-        if process_state(int(done.stdout)) in ("", "Z"):
+        if process_state(int(printed[-1])) in ("", "Z"):
             break
         time.sleep(0.1)
     else:
@@ -189,26 +206,9 @@ def test_a_wrong_target_is_named(target: str, message: str) -> None:
         BackendEntry(name="other", target=target).load()
 
 
-def test_asking_backends_what_they_support_imports_none_of_their_libraries() -> None:
+def test_asking_backends_what_they_support_imports_none_of_their_libraries(printed: list[str]) -> None:
     """A controller asks for every cell, and each of them takes seconds to import."""
-    code = """
-        import sys
-        from conformance.backends.protocol import registered_backends
-        registered_backends()
-        print("impl" in sys.modules)
-        from conformance.backends.registry import adapter_of
-        from conformance.spec.layout import Layout
-        from conformance.core.host import FIXTURES
-        from conformance.spec.scenario import load_scenario
-        scenario = load_scenario(FIXTURES / "scenarios/sft-packed.toml", model="models/qwen3", precision="exact")
-        for entry in registered_backends().values():
-            adapter, layout = adapter_of(entry), Layout.parse("dp2")
-            supported = type(adapter.supports(scenario, layout)).__name__
-            print(entry.name, supported, adapter.host_bytes(scenario, layout) > 0)
-        print(*{"transformers", "torch._dynamo", "deepspeed", "megatron.core", "peft"} & sys.modules.keys())
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+    assert printed[:-1] == [
         "False",  # listing backends imports none of them
         "deepspeed Supported True",
         "fsdp2 Supported False",

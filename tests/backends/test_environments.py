@@ -20,6 +20,7 @@ from typing import IO, Any, ClassVar
 import pytest
 from plain_profile import write_profile
 
+import conformance
 from conformance.backends import query_process, registry
 from conformance.backends.protocol import BackendInfo, BrokenBackend, Supported, Unsupported
 from conformance.backends.query_process import EnvironmentProcess, answer_in_fork
@@ -270,12 +271,17 @@ def test_an_environment_that_does_not_answer_is_given_up(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("environment", ["own", "other"])
-def test_ending_an_adapter_that_has_ended_signals_no_other_process(environment: str) -> None:
+def test_ending_an_adapter_that_has_ended_signals_no_other_process(
+    environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel may have given its process id to another process meanwhile."""
     if environment == "own":
         ended: EnvironmentProcess = registry.forked_process("nothing:Adapter")
     else:
-        ended = EnvironmentProcess("nothing", sys.executable, registry.__name__, "nothing:Adapter", limit_s=60)
+        hello = json.dumps({"suite": conformance.__version__, "message": "there is no module 'nothing'"})
+        (tmp_path / "says_hello.py").write_text(f"print({hello!r})\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        ended = EnvironmentProcess("nothing", sys.executable, "says_hello", "nothing:Adapter", limit_s=60)
     assert "no module 'nothing'" in ended.hello["message"]
     ended.end()
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:

@@ -16,7 +16,8 @@ import determinism  # noqa: E402
 def test_a_run_that_judges_nothing_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["determinism.py", str(tmp_path / "out"), "--precisions", "nonsense"])
+    monkeypatch.setattr(sys, "argv", ["determinism.py", str(tmp_path / "out")])
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
     for message in ("first run: parity run ended with 2", "is not empty; give a new folder"):
         with pytest.raises(SystemExit, match="2"):
             determinism.main()

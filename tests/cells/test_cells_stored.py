@@ -33,12 +33,10 @@ def test_rounding_to_the_nearest_number_conforms(session: Session) -> None:
     """Their reference is not that of cells with masters: training begins with rounded weights, in every precision that
     stores weights so."""
     precisions: tuple[PrecisionName, ...] = ("bf16", "exact", NEAREST, RANDOM)
-    cells = [cell_of("fsdp2", "sft-packed", "llama", "dp2", one, steps=3, **SIZE) for one in precisions]
+    cells = [cell_of("fsdp2", "sft-packed", "llama", "dp2", one, steps=3, rows=12) for one in precisions]
     half, exact, nearest, random = (session._oracles.folder(cell) for cell in cells)
     assert (half, nearest) == (exact, random)
     assert half != nearest
-    with_masters = session.run(cells[1]).verdict
-    assert with_masters.state == "conforms", with_masters.reason
     verdict = session.run(cell := cells[2]).verdict
     assert verdict.state == "conforms", verdict.reason
     assert "not judged: single rows after the first update" in verdict.reason
@@ -49,9 +47,10 @@ def test_rounding_to_the_nearest_number_conforms(session: Session) -> None:
 @pytest.mark.parametrize(
     "layout", ["dp2.zero2", slow("dp2.zero1"), slow("dp2.zero3"), slow("dp2.tp2.zero2"), slow("dp2.zero3.ckpt.manual")]
 )
-@pytest.mark.parametrize("clip", [1.0, slow(0.1)])
+@pytest.mark.parametrize("clip", [2.1, slow(0.1)])
 def test_bf16_masters_of_deepspeed_conform(session: Session, layout: str, clip: float) -> None:
-    cell = cell_of("deepspeed", "sft-packed", "llama", layout, NEAREST, steps=3, **SIZE)
+    """Clipped at every step. At 2.1 their reference is that of fsdp2."""
+    cell = cell_of("deepspeed", "sft-packed", "llama", layout, NEAREST, steps=3, rows=12)
     optimizer = replace(cell.scenario.optimizer, max_grad_norm=clip)
     cell = replace(cell, scenario=replace(cell.scenario, optimizer=optimizer))
     verdict = session.run(cell).verdict

@@ -46,18 +46,18 @@ def read(file: Path) -> dict[str, Any]:
     return values
 
 
-def run(happens: Happens, profile: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a run of two cells, to which something happens after the first."""
+def run(happens: Happens, profile: str, out: Path, monkeypatch: pytest.MonkeyPatch, *, after: int = 0) -> int:
+    """The exit code of a run of two cells, to which something happens after so many of them."""
     ran: list[Cell] = []
     run_cell = Session.judged
 
-    def run_second(session: Session, cell: Cell) -> JudgedCell:
-        if ran:
+    def run_until(session: Session, cell: Cell) -> JudgedCell:
+        if len(ran) == after:
             happens(out)
         ran.append(cell)
         return run_cell(session, cell)
 
-    monkeypatch.setattr(Session, "judged", run_second)
+    monkeypatch.setattr(Session, "judged", run_until)
     monkeypatch.setattr("conformance.cli.run.lanes_of_host", lambda: 1)  # one cell after another
     return cli.main(["run", "--backend", "plain_backend:Plain", "--profile", profile, "--out", str(out)])
 
@@ -65,7 +65,7 @@ def run(happens: Happens, profile: str, out: Path, monkeypatch: pytest.MonkeyPat
 def test_a_full_disk_ends_the_run_with_a_line_and_a_report(
     profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(the_disk_is_full, profile, tmp_path / "out", monkeypatch) == 3
+    assert run(the_disk_is_full, profile, tmp_path / "out", monkeypatch, after=1) == 3
     error = capsys.readouterr().err
     assert "parity: stopped after 1 of 2 cells: nothing can be written: [Errno 28] No space left on device" in error
     assert "Traceback" not in error
@@ -80,7 +80,7 @@ def test_an_output_folder_that_is_removed_ends_the_run_with_a_line(
 ) -> None:
     assert run(somebody_removes_the_folder, profile, tmp_path / "out", monkeypatch) == 3
     error = capsys.readouterr().err
-    assert "parity: stopped after 1 of 2 cells: " in error
+    assert "parity: stopped after 0 of 2 cells: " in error
     assert "out was removed while cells ran" in error
     assert "Traceback" not in error
     assert not (tmp_path / "out" / "summary.json").exists()

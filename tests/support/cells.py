@@ -100,8 +100,8 @@ def ranks_of(backend: str, size: int) -> WorkerGroupConfig:
 def cell_of(
     backend: str, scenario: str, model: str, layout: str, precision: PrecisionName, *faults: str, **overrides: Any
 ) -> Cell:
-    """A small cell. Scenarios with a warm-up have two phases, so they have twice the steps."""
-    steps = 2 * STEPS if scenario in ("sft-warmup", "sft-muon", "sft-muon-fused") else STEPS
+    """A small cell. A scenario with a warm-up has two phases, so it has twice the steps."""
+    steps = 2 * STEPS if scenario == "sft-warmup" else STEPS
     size = {"steps": steps} if precision in ("bf16", "fp16") else {"steps": steps, **small(scenario)}
     overrides = size | OWN_SIZE.get(scenario, {}) | overrides
     return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
