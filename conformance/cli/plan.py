@@ -27,9 +27,10 @@ from conformance.matrix.profile import profile_names, profile_of
 from conformance.models.synthetic import is_without_weights
 from conformance.results.verdict import STATES, State
 from conformance.runner.placement import SessionConfig
-from conformance.runner.preflight import GB, advice, check_shared, needs_of
+from conformance.runner.preflight import GB, advice, check_shared, leased_gpus, needs_of
 from conformance.runner.resource_estimate import Estimate, gpu_bytes, size_of
 from conformance.runner.session import Session
+from conformance.runtime.gpu_inventory import gpus_of
 from conformance.spec.conventions import Conventions
 from conformance.spec.layout import ZERO_STAGES, Layout
 from conformance.spec.precision import PRECISIONS, FloatFormat, PrecisionName
@@ -141,6 +142,8 @@ def _plan(
             least = min(filter(None, gpus))
             lines.append(f"cannot fit: the smallest needs {least:.4g} GB a GPU; give more --gpus or shorter rows")
         return lines, bool(fitting)
+    if slots := leased_gpus(ranks, cells=supported, workers=0):
+        lines.append(f"gpus    {len(gpus_of(slots))}, divided into {len(slots)} shares; a rank leases one or more")
     lines += [
         *(f"cannot fit: {message}; {advice(needs, resources)}" for message in needs.impossible),
         *(f"may not fit: {message}" for message in needs.doubtful),

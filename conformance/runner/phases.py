@@ -21,9 +21,10 @@ from conformance.core.io import write_file
 from conformance.data.inputs import FrozenInputs
 from conformance.judge.tolerance import largest_rounding
 from conformance.matrix.cell import TASK, Cell, Phase, PhaseSpec
-from conformance.models.synthetic import with_other_numbers
+from conformance.models.synthetic import is_large, with_other_numbers
 from conformance.records.record_format import CONTROL, dumps, read_lines
 from conformance.results.bisection import Bisected, bisected_from_json
+from conformance.runner.resource_estimate import leased_bytes
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.failure import FailureKind
 from conformance.spec.scenario import scenario_to_json
@@ -134,7 +135,7 @@ def _run_phase(
     inputs = _begun(cell, number, inputs, own)
     return pool.run(
         key=phase.backend.name,
-        config=group_config(phase, device),
+        config=_sized_config(cell, phase, device),
         task=TASK,
         kwargs=phase_spec(cell, number, inputs, own, own / LOADED if number else None).kwargs,
         log_dir=own / "logs",
@@ -172,7 +173,7 @@ def _control(
     spec = phase_spec(cell, number, _begun(cell, number, inputs, own), control, control / LOADED)
     outcome = pool.run(
         key=phase.backend.name,
-        config=group_config(phase, device),
+        config=_sized_config(cell, phase, device),
         task=TASK,
         kwargs=replace(spec, steps=0, save=None).kwargs,
         log_dir=own / "logs" / "control",
@@ -218,7 +219,7 @@ def run_traced(
     shutil.rmtree(folder, ignore_errors=True)
     outcome = pool.run(
         key=phase.backend.name,
-        config=group_config(phase, device),
+        config=_sized_config(cell, phase, device),
         task=TASK,
         kwargs=spec.kwargs,
         log_dir=folder / "logs",
@@ -262,10 +263,16 @@ def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
     for cell in waiting:
         new = {phase.backend: phase for phase in cell.phases if phase.backend not in backends}
         for phase in new.values():
-            pool.prepare(group_config(phase, device))
+            pool.prepare(_sized_config(cell, phase, device))
         if backends and new and not pool.is_shared:
             return
         backends |= new.keys()
+
+
+def _sized_config(cell: Cell, phase: Phase, device: Device) -> WorkerGroupConfig:
+    """Returns ``group_config`` with the memory that a rank of a large model needs of its GPU."""
+    memory = leased_bytes(cell) if device == "cuda" and is_large(cell.scenario) else 0
+    return replace(group_config(phase, device), rank_memory=memory)
 
 
 def group_config(phase: Phase, device: Device) -> WorkerGroupConfig:

@@ -26,6 +26,7 @@ import torch
 from conformance.core.io import Unwritable
 from conformance.core.timeline import WAIT, timeline
 from conformance.matrix.cell import Cell
+from conformance.models.synthetic import is_large
 from conformance.results.requirements import Floor
 from conformance.results.run_results import SUMMARY
 from conformance.runner.earlier_run import Earlier
@@ -195,14 +196,15 @@ class AtOnce:
 
     def ordered(self, cells: Sequence[Cell]) -> Sequence[Cell]:
         """Returns the cells in the order in which they start: the cheapest one of each backend, so that a verdict comes
-        early, then the largest ones, and of one size those with the same oracle together."""
+        early, then the largest ones, and of one size those with the same oracle together. Cells of large models are
+        together if they have as many shares of GPUs and the same backend, so that few worker groups end for others."""
         if not self.is_parallel:
             return cells
         ahead: dict[str, Cell] = {}
         for cell in sorted(cells, key=_cost):
             ahead.setdefault(cell.backend, cell)
         left = {id(cell) for cell in cells} - {id(cell) for cell in ahead.values()}
-        rest = sorted(cells, key=lambda cell: (-cell.world_size, cell.scenario.name, cell.scenario.model_name))
+        rest = sorted(cells, key=_kind)
         return [*ahead.values(), *(cell for cell in rest if id(cell) in left)]
 
     def cancel(self) -> None:
@@ -214,6 +216,12 @@ class AtOnce:
         """Waits for the cells that were started, after ``cancel``."""
         if self._threads is not None:
             self._threads.shutdown()
+
+
+def _kind(cell: Cell) -> tuple[int | str, ...]:
+    scenario = cell.scenario
+    large = (-scenario.tier.master.bytes, scenario.model_name, cell.backend) if is_large(scenario) else (0, "", "")
+    return -cell.world_size, *large, scenario.name, scenario.model_name
 
 
 def _cost(cell: Cell) -> tuple[int, ...]:

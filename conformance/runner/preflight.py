@@ -48,7 +48,7 @@ from conformance.runner.resource_estimate import (
 from conformance.runtime import Device
 from conformance.runtime.failure import StartError
 from conformance.runtime.gpu_inventory import gpus_of_host, memory_of_gpus, more_shares, shares_of
-from conformance.runtime.leased_slots import ROOM, oracles_of_host, processors_of_host
+from conformance.runtime.leased_slots import ROOM, enough, oracles_of_host, processors_of_host
 from conformance.runtime.multihost.controller import Fleet
 from conformance.runtime.multihost.relay import JoinedHost
 from conformance.runtime.worker_groups import check_host
@@ -78,18 +78,25 @@ def check_device(ranks: Ranks) -> None:
 def leased_gpus(ranks: Ranks, *, cells: Sequence[Cell] = (), workers: int = 1) -> tuple[str, ...]:
     """Returns the GPUs that the cells of a run lease, by UUID, or shares of them; empty on the CPU.
 
-    workers: how many cells may share a GPU; 0: as many as processors and memory allow. Raises UsageError.
+    workers: how many cells may share a GPU; 0: as many as processors and memory allow. All shares are equal. Of large
+    models the smallest cell decides, and a rank of a larger cell leases several shares of one GPU
+    (conformance.runtime.leased_slots.Gpus). Raises UsageError.
     """
     if ranks.device == "cpu":
         return ()
     gpus, each = gpus_of_host(), ranks.ranks_per_gpu
-    fitting = _cells_on_a_gpu(cells, gpus, each) if workers != 1 and cells else 1
+    by_gpu = memory_of_gpus() if workers != 1 and cells else {}
+    memory = min(by_gpu.get(gpu, (0, 0))[1] for gpu in gpus) if gpus else 0
+    large = [leased_bytes(cell) for cell in cells if is_large(cell.scenario)] if memory else []
+    fitting = _cells_on_a_gpu(cells, large, memory, each) if memory else 1
     if workers > fitting:
         logger.warning("the memory of a GPU suffices for %d cells at once, not for %d", fitting, workers)
     # Tiny kernels are bound by what starts them: a processor for each rank and for the noise run of each cell, which
     # leases a share as well; more of them only take turns (docs/measurements/speed.md). All shares fit into the memory.
     processes = min(processors_of_host(), int(available_memory() / ON_GPU)) // max(1, len(gpus))
     at_once = min(workers or max(1, processes // (each + 1)), fitting)
+    if large:
+        return shares_of(gpus, each * min(range(1, at_once + 1), key=lambda n: _time(large, memory, each * n)))
     has_noise = at_once > 1 and any(noise_runs(cell.scenario.precision) for cell in cells)
     return shares_of(gpus, each * at_once + (min(at_once, each * (fitting - at_once)) if has_noise else 0))
 
@@ -99,20 +106,24 @@ MOST_LARGE = 4  # ranks of large models at once
 FILLED = 0.8  # share of a GPU's memory
 
 
-def _cells_on_a_gpu(cells: Sequence[Cell], gpus: Sequence[str], each: int) -> int:
-    """Returns how many cells with ``each`` ranks on a GPU its memory holds at once, by the largest cell; at least 1.
+def _cells_on_a_gpu(cells: Sequence[Cell], large: Sequence[int], memory: int, each: int) -> int:
+    """Returns how many cells with ``each`` ranks on a GPU its memory holds at once, by the largest cell, or by the
+    smallest large one; at least 1. large: the bytes that a rank of each large cell needs.
 
     The estimate is that of a rank on the CPU, where nothing is sharded. With large models no idle ranks stay on a share
     (conformance.runtime.pool), so more of the memory is for cells.
     """
-    memory = [whole for gpu, (_, whole) in memory_of_gpus().items() if gpu in gpus]
-    if len(memory) < len(gpus):
-        return 1
-    large = any(is_large(cell.scenario) for cell in cells)
-    by_size = {(c.scenario.model, c.scenario.name, large and c.scenario.precision): c for c in cells}
+    if large:
+        return max(1, min(MOST_LARGE, int(ROOM * memory / min(large))) // each)
+    by_size = {(c.scenario.model, c.scenario.name): c for c in cells}
     largest = max(map(leased_bytes, by_size.values()))
-    most, filled = (MOST_LARGE, ROOM) if large else (MOST_ON_A_GPU, FILLED)
-    return max(1, min(most, int(filled * min(memory) / largest)) // each)
+    return max(1, min(MOST_ON_A_GPU, int(FILLED * memory / largest)) // each)
+
+
+def _time(large: Sequence[int], memory: int, shares: int) -> float:
+    """Returns the relative time of all large cells if a GPU has this number of shares and each cell takes equally long.
+    With three shares, a rank that needs half of the GPU leases two, so that two such ranks do not run at once."""
+    return sum(1 / (shares // enough(needed, each=ROOM * memory / shares, most=shares)) for needed in large)
 
 
 def oracles_that_fit(cells: Sequence[Cell]) -> int:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,9 +17,11 @@ from conformance.core.io import no_link
 from conformance.core.process import StartPatience, effort, process_state
 from conformance.core.timeline import timeline
 from conformance.runtime.failure import StartError, exit_words
+from conformance.runtime.gpu_inventory import network_of, slots_of, visible_to
 from conformance.runtime.messages import Device, Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_forkserver
 from conformance.runtime.worker_groups import (
+    Block,
     Child,
     Slot,
     WorkerGroup,
@@ -219,19 +221,20 @@ class Forkservers:
 class BlockStarter:
     """Starts worker groups on one block of slots, from forkservers that all blocks share.
 
-    variables, slots: see ForkserverHandle.start_worker_group. more: returns further variables, when ranks start.
+    block: the slots, of which the first ones are those of the ranks. more: returns further variables, when ranks start.
     """
 
     forkservers: Forkservers
+    block: Block = ()
     more: Callable[[], Mapping[str, str]] = dict
-    variables: Mapping[str, str] = field(default_factory=dict)
-    slots: Sequence[Slot] = ()
 
     def prepare(self, config: WorkerGroupConfig) -> None:
         self.forkservers.prepare(config)
 
     def start(self, config: WorkerGroupConfig) -> WorkerGroup:
-        return self.forkservers.start(config, variables={**self.variables, **self.more()}, slots=self.slots)
+        ranks = self.block[: config.size]
+        variables = {**visible_to(self.block), **network_of(ranks), **self.more()}
+        return self.forkservers.start(config, variables=variables, slots=slots_of(ranks))
 
     def terminate(self) -> None:
         self.forkservers.terminate()

@@ -20,7 +20,8 @@ lock of the GPU exclusively, all of them by one descriptor. Neither it nor anoth
 earlier ticket of the other one waits for.
 
 Blocks of N GPUs begin at multiples of N among the visible ones. So there are few different blocks, their live worker
-groups are used again, and blocks of 1, 2, 4 and 8 never leave a GPU between them that no block contains.
+groups are used again, and blocks of 1, 2, 4 and 8 never leave a GPU between them that no block contains. The same holds
+for shares if each rank of a block has 1, 2 or 4 shares of its GPU, because the first one is at a multiple, too.
 """
 
 import contextlib
@@ -78,9 +79,14 @@ def lease_folder() -> Path:
     return Path(os.environ.get("PARITY_LEASES") or "/tmp/backend-parity-gpus")
 
 
-def blocks(gpus: Sequence[str], size: int) -> list[Block]:
-    """Divides ``gpus`` into blocks of ``size`` GPUs; a remainder is left out."""
-    return [tuple(gpus[at : at + size]) for at in range(0, len(gpus) - size + 1, size)]
+def blocks(gpus: Sequence[str], size: int, each: int = 1) -> list[Block]:
+    """Divides ``gpus`` into blocks of ``size`` GPUs, or of ``size`` ranks with ``each`` shares of one GPU; a remainder
+    is left out. The first ``size`` shares of a block are one of each rank, round by round as in ``shares_of``."""
+    width = len(gpus_of(tuple(gpus))) if each > 1 else max(1, len(gpus))  # of a round
+    rounds = range(0, len(gpus) - (each - 1) * width, each * width)
+    firsts = [at + number for at in rounds for number in range(width)]
+    starts = [firsts[at : at + size] for at in range(0, len(firsts) - size + 1, size)]
+    return [tuple(gpus[first + more * width] for more in range(each) for first in start) for start in starts]
 
 
 def is_leased(gpu: str, folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """Leases slots to worker groups: GPUs of this host, shares of GPUs, its processors, or slots of several hosts."""
 
+import itertools
 import logging
 import os
 import threading
@@ -16,8 +17,6 @@ from conformance.runtime.gpu_inventory import (
     gpus_of,
     memory_of_gpus,
     more_shares,
-    network_of,
-    slots_of,
     visible_to,
 )
 from conformance.runtime.gpu_leases import (
@@ -135,20 +134,13 @@ class LeasedSlots:
 
     def _wanted(self, config: WorkerGroupConfig, everything: bool = False) -> tuple[Block, int]:
         """Returns the slots to choose from, and the number of them that a worker group needs. Raises NoLease."""
-        names = self.names() if config.gpu_memory is None and not everything else self.names_of_a_host()
+        everything = everything or config.gpu_memory is not None
+        names = self.names_of_a_host() if everything else self.names()
         if config.size > len(names) and everything:
             names = self.names()
         if config.size > len(names):
             raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}{self._advice(config.size)}")
-        if everything:
-            return names, len(names)
-        if config.gpu_memory is not None:
-            return names, max(config.size, self._with_memory(names, config.gpu_memory))
-        return names, config.size
-
-    def _with_memory(self, names: Block, gpu_memory: int) -> int:
-        """Returns how many of these slots have ``gpu_memory`` bytes together; all if their memory is unknown."""
-        return len(names)
+        return names, len(names) if everything else config.size
 
     def _advice(self, ranks: int) -> str:
         """Returns advice on how to get slots for ``ranks`` ranks, as the end of a message."""
@@ -161,6 +153,12 @@ class LeasedSlots:
 
 
 ROOM = 0.94  # share of a GPU's memory that its shares divide
+
+
+def enough(needed: float, *, each: float, most: int) -> int:
+    """Returns the smallest power of two of GPUs, or of shares, of ``each`` bytes that hold ``needed`` bytes; ``most``,
+    which are all, if none does. Blocks of powers of two leave no gaps."""
+    return next((count for count in (2**power for power in range(most.bit_length())) if count * each >= needed), most)
 
 
 class Gpus(LeasedSlots):
@@ -185,17 +183,31 @@ class Gpus(LeasedSlots):
         return self._gpus
 
     def _wanted(self, config: WorkerGroupConfig, everything: bool = False) -> tuple[Block, int]:
-        """Offers a group of one rank the last shares first, so that it breaks no block of larger groups."""
+        """Gives each rank as many shares of one GPU as hold ``rank_memory``, and an oracle shares of one GPU, or GPUs.
+
+        The names are ordered so that each block is consecutive (conformance.runtime.gpu_leases.blocks). A group of one
+        rank is offered the last shares first, so that it breaks no block of larger groups.
+        """
         names, size = super()._wanted(config, everything)
-        return names[::-1] if size == 1 and self._mps is not None else names, size
+        gpus, each = len(gpus_of(names)), 1
+        shares = len(names) // gpus
+        if not everything and (needed := config.gpu_memory or (shares > 1 and config.rank_memory)):
+            memory = self._smallest * (ROOM if shares > 1 else 1)
+            each = enough(needed, each=memory / shares, most=shares)
+            spread = enough(needed, each=memory, most=gpus) if config.gpu_memory else 1
+            size = max(config.size, spread)
+        step = -1 if size == 1 and self._mps is not None else 1
+        if each == 1:
+            return names[::step], size
+        found = blocks(names, size, each) or [names]
+        return tuple(itertools.chain(*found[::step])), len(found[0])
 
     def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
         return blocks(*self._wanted(config))[:1] if config.size <= len(self._gpus) else []
 
     def starter(self, block: Block) -> BlockStarter:
         more = self._mps.variables if self._mps else dict
-        variables = visible_to(block) | network_of(block)
-        return BlockStarter(forkservers=self._forkservers, variables=variables, slots=slots_of(block), more=more)
+        return BlockStarter(forkservers=self._forkservers, block=block, more=more)
 
     def close(self) -> None:
         self._forkservers.close()
@@ -215,19 +227,10 @@ class Gpus(LeasedSlots):
         return self._mps is not None and self._mps.has_failed(service)
 
     @cached_property
-    def _bytes(self) -> dict[str, int]:
-        """Bytes of memory by GPU of this host, where NVML reports them; a share has no entry."""
-        return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items()}
-
-    def _with_memory(self, names: Block, gpu_memory: int) -> int:
-        """Returns the smallest power of two of GPUs, or shares, that suffices, or all: blocks of powers of two leave no
-        gaps."""
-        gpus = gpus_of(names)
-        smallest = min(self._bytes.get(gpu, 0) for gpu in gpus)
-        if len(names) > len(gpus):  # of a share
-            smallest = int(ROOM * smallest * len(gpus) / len(names))
-        powers = (2**power for power in range(len(names)) if 2**power < len(names))
-        return next((count for count in powers if count * smallest >= gpu_memory), len(names))
+    def _smallest(self) -> int:
+        """Bytes of the GPU with the least memory; 0 if NVML does not report that of each."""
+        memory = memory_of_gpus()
+        return min(memory.get(gpu, (0, 0))[1] for gpu in gpus_of(self._gpus))
 
     def _advice(self, ranks: int) -> str:
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"

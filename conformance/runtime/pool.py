@@ -328,14 +328,14 @@ class Pool:
                 slots.give_back(lease)
 
         try:
+            if slots.holds_gpus:
+                self._end_groups_on(lease.block)
             with self._making:
                 warm.add(lease.block)
                 threaded = self._lane(slots, lease.block)
         except BaseException:
             slots.give_back(lease)
             raise
-        if slots.holds_gpus:
-            self._end_groups_on(lease.block)
         service = slots.service
         outcome = threaded.thread.submit(run).result()
         if outcome.state == "done" or self._is_aborted or not slots.has_failed(service):
@@ -355,7 +355,10 @@ class Pool:
     def _end_groups_on(self, block: Block) -> None:
         """Ends the worker groups of other blocks with slots of this one, which is leased, so that they are idle."""
         with self._making:
-            others = [one for of, one in self._lanes.items() if of != block and not set(of).isdisjoint(block)]
+            with_slots = [of for of in self._lanes if not set(of).isdisjoint(block)]
+            for warm in self._warm.values():
+                warm.difference_update(with_slots)  # this block has one worker group, too
+            others = [self._lanes[of] for of in with_slots if of != block]
         wait([one.thread.submit(one.lane.retire_all, "its slot has other ranks") for one in others])
 
     def _lane(self, slots: SlotPool, block: Block) -> _Threaded:

@@ -46,6 +46,8 @@ class WorkerGroupConfig:
     gpu_memory: required bytes. A worker group on leased slots (conformance.runtime.pool) gets enough GPUs of one
         host for them, whatever its size; all GPUs of that host if they do not suffice, or if their memory is
         unknown. Not compared: a live worker group serves tasks that need less or more memory of the same GPUs.
+    rank_memory: bytes that each rank needs of its GPU; where leased GPUs are divided into shares, a rank gets as many
+        shares of one GPU as hold them, or all of its shares. Not compared.
     memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
         Address space is more than memory: each thread reserves some tens of MiB of it.
 
@@ -58,6 +60,7 @@ class WorkerGroupConfig:
     gpu_backend: str = "nccl"
     python: str = ""
     gpu_memory: int | None = field(default=None, compare=False)
+    rank_memory: int = field(default=0, compare=False)
     memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -364,6 +364,9 @@ def test_ranks_that_share_a_gpu_need_fewer_of_them(
     of_two = "not here: needs 4 GPUs, 1 visible for 2 ranks each; " + shared.format(2, 4, 4)
     assert told("--ranks-per-gpu", "2") == {"dp2": "", "dp4": of_two}
     assert told("--ranks-per-gpu", "4") == {"dp2": "", "dp4": ""}
+    monkeypatch.setattr("conformance.runner.preflight.gpus_of_host", lambda: ("GPU-a",))
+    cli.main(["plan", *chosen, "--ranks-per-gpu", "4"])  # this host may lack the memory
+    assert "gpus    1, divided into 4 shares; a rank leases one or more" in capsys.readouterr().out
     for command in (["run", "--out", str(tmp_path / "out")], ["plan"]):
         assert cli.main([*command, *chosen, "--device", "cpu", "--ranks-per-gpu", "2"]) == 2
         assert "--ranks-per-gpu is about GPUs: add --device cuda" in capsys.readouterr().err

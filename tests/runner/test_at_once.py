@@ -1,6 +1,7 @@
 """Cells side by side: how many at once, and with how many processors each of the threads that judge them computes."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from conformance.core.host import HostResources, host_resources_of
 from conformance.judge import cells as judging
 from conformance.judge.expected_differences import judge_cell
 from conformance.matrix.cell import Cell
+from conformance.models import synthetic
 from conformance.results.run_results import read_entry, read_output_json
 from conformance.results.verdict import Verdict
 from conformance.runner import attempt
@@ -29,6 +31,7 @@ from conformance.runner.placement import AtOnce, SessionConfig
 from conformance.runner.preflight import Refusals, needs_of
 from conformance.runner.resource_estimate import total
 from conformance.runner.session import Session
+from conformance.spec.precision import PrecisionName
 
 KEPT = 64 * 1024  # bytes of a cell in the controller
 PLAIN = BackendEntry(name="plain", target="plain_backend:Plain")
@@ -146,6 +149,32 @@ def test_the_cheapest_cell_of_each_backend_starts_first_and_then_the_largest() -
         at_once.cancel()
         at_once.join()
     assert AtOnce(1).ordered(cells) == cells
+
+
+def test_large_cells_of_one_weight_backend_and_oracle_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few worker groups give way to others on their shares."""
+    monkeypatch.setattr(synthetic, "LARGE_MODELS", 0)
+    other = BackendEntry(name="other", target="plain_backend:Plain")
+    precisions: tuple[PrecisionName, ...] = ("bf16", "exact", "fp32")
+    kinds = [
+        (backend, scenario, precision)
+        for scenario in ("sft-packed", "sft-sgd")
+        for precision in precisions
+        for backend in (other, PLAIN)
+    ]
+    cells = [make_cell(scenario, "llama", "dp2", precision, backend=backend) for backend, scenario, precision in kinds]
+    at_once = AtOnce(2)
+    try:
+        ordered = at_once.ordered(cells)[2:]  # after the cheapest cell of each backend
+    finally:
+        at_once.cancel()
+        at_once.join()
+    groups = [key for key, _ in itertools.groupby((cell.scenario.tier.is_exact, cell.backend) for cell in ordered)]
+    assert groups == [(True, "other"), (True, "plain"), (False, "other"), (False, "plain")]
+    oracles = [
+        key for key, _ in itertools.groupby((c.scenario.tier.is_exact, c.backend, c.scenario.name) for c in ordered)
+    ]
+    assert len(oracles) == len(set(oracles))
 
 
 def test_a_cell_runs_before_the_last_inputs_are_ready() -> None:

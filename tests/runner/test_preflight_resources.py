@@ -183,19 +183,43 @@ def test_two_cells_run_at_once_from_two_processors_on(
     assert (leased_slots.lanes_of_host(), leased_slots.oracles_of_host()) == (lanes, oracles)
 
 
-@pytest.mark.parametrize(("memory", "each", "slots"), [(300e9, 1, 4), (150e9, 1, 2), (80e9, 1, 1), (300e9, 2, 4)])
-def test_large_cells_share_a_gpu_by_the_largest(
-    memory: float, each: int, slots: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("memory", "each", "precisions", "slots"),
+    [
+        (150e9, 1, ("exact", "fp32"), 4),  # a rank has two shares in the exact tier, and one in fp32
+        (150e9, 1, ("exact",), 2),
+        (300e9, 1, ("exact",), 4),
+        (80e9, 1, ("exact",), 1),
+        (80e9, 1, ("fp32",), 2),
+        (115e9, 1, ("fp32",), 3),
+        (150e9, 2, ("exact",), 2),
+        (150e9, 2, ("exact", "fp32"), 4),
+        (150e9, 3, ("exact", "fp32"), 3),
+    ],
+)
+def test_large_cells_divide_a_gpu_by_the_smallest(
+    memory: float, each: int, precisions: tuple[str, ...], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """68 GB of a rank in the exact tier, with a context; at most four ranks."""
+    """68 GB of a rank in the exact tier, and 35 in fp32, with a context; at most four ranks."""
     monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
     monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(memory))})
     monkeypatch.setattr(preflight, "processors_of_host", lambda: 16)
     monkeypatch.setattr(preflight, "available_memory", lambda: int(1e12))
     ranks = Ranks(device="cuda", ranks_per_gpu=each)
-    cells = select_cells(Selection(profile="real-size", cells=("grpo-real/*/fsdp2/dp2/*",)))
+    patterns = tuple(f"grpo-real/*/fsdp2/dp2/{name}" for name in precisions)
+    cells = select_cells(Selection(profile="real-size", cells=patterns))
     assert len(preflight.leased_gpus(ranks, cells=cells)) == each
-    assert len(preflight.leased_gpus(ranks, cells=cells, workers=0)) == slots
+    assert len(preflight.leased_gpus(ranks, cells=[*cells, cell()], workers=0)) == slots  # tiny cells decide nothing
+    monkeypatch.setattr(preflight, "processors_of_host", lambda: 2 * (each + 1))
+    assert len(preflight.leased_gpus(ranks, cells=cells, workers=0)) == min(slots, 2 * each)
+    monkeypatch.setattr(preflight, "memory_of_gpus", dict)
+    assert len(preflight.leased_gpus(ranks, cells=cells, workers=0)) == each
+
+
+def test_large_cells_have_shares_that_leave_least_of_a_gpu() -> None:
+    """Three shares hold three ranks of 45, or one of 60; two hold two of either."""
+    assert preflight._time([45, 60], 150, 2) < preflight._time([45, 60], 150, 3)
+    assert preflight._time([45, 45, 45, 60], 150, 3) < preflight._time([45, 45, 45, 60], 150, 1)
 
 
 def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge() -> None:

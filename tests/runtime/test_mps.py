@@ -16,7 +16,7 @@ from conformance.core.process import process_state
 from conformance.results.run_results import read_entry
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runtime import Outcome, Pool, mps
+from conformance.runtime import Outcome, Pool, WorkerGroupConfig, mps
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.leased_slots import Gpus
 
@@ -127,8 +127,11 @@ def test_a_daemon_and_its_clients_mean_the_same_gpu_by_its_uuid(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     slots = Gpus(("GPU-b#0", "GPU-b#1"), work_dir=tmp_path)
     starter = slots.starter(("GPU-b#0",))
-    assert starter.variables["CUDA_VISIBLE_DEVICES"] == "GPU-b"
-    assert "CUDA_MPS_PIPE_DIRECTORY" in starter.more()
+    given = dict[str, str]()
+    monkeypatch.setattr(slots._forkservers, "start", lambda config, variables, slots: given.update(variables))
+    starter.start(WorkerGroupConfig(size=1, device="cuda", preload=()))
+    assert given["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    assert "CUDA_MPS_PIPE_DIRECTORY" in given
     assert slots.mps == "on"
     slots.close()
 
