@@ -216,10 +216,19 @@ def test_large_cells_divide_a_gpu_by_the_smallest(
     assert len(preflight.leased_gpus(ranks, cells=cells, workers=0)) == each
 
 
-def test_large_cells_have_shares_that_leave_least_of_a_gpu() -> None:
-    """Three shares hold three ranks of 45, or one of 60; two hold two of either."""
-    assert preflight._time([45, 60], 150, 2) < preflight._time([45, 60], 150, 3)
-    assert preflight._time([45, 45, 45, 60], 150, 3) < preflight._time([45, 45, 45, 60], 150, 1)
+@pytest.mark.parametrize(("precisions", "slots"), [(("exact", "fp32"), 2), (("fp32",), 3), (("exact",), 2)])
+def test_large_cells_have_shares_that_leave_least_of_a_gpu(
+    precisions: tuple[str, ...], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 150 GB, three shares hold three ranks of 45, or one of 60; two hold two of either."""
+    monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
+    monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(150e9))})
+    monkeypatch.setattr(preflight, "processors_of_host", lambda: 16)
+    monkeypatch.setattr(preflight, "available_memory", lambda: int(1e12))
+    monkeypatch.setattr(preflight, "is_large", lambda _: True)
+    monkeypatch.setattr(preflight, "leased_bytes", lambda cell: int(60e9 if cell.scenario.tier.is_exact else 45e9))
+    cells = [cell(precision=name) for name in precisions]
+    assert len(preflight.leased_gpus(Ranks(device="cuda"), cells=cells, workers=0)) == slots
 
 
 def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge() -> None:

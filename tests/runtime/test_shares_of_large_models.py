@@ -3,13 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from test_leased_cells import cell_of
 from test_leased_oracles import leased
 from worker_group_helpers import group_config, results
 
-from conformance.runtime import Pool, WorkerGroupConfig
+from conformance.data.inputs import prepare_inputs
+from conformance.models import synthetic
+from conformance.runner.phases import _run_phase, import_ahead
+from conformance.runner.resource_estimate import leased_bytes
+from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, blocks, lease_folder
 from conformance.runtime.leased_slots import Gpus
@@ -88,6 +93,32 @@ def test_whole_gpus_and_slots_without_known_memory_are_leased_as_they_are(
     assert leased(Gpus(GPUS[:2], work_dir=tmp_path), config(999)).block == GPUS[:2]
     monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", dict)
     assert len(leased(large(tmp_path, 4, 2), config(1)).block) == 4
+
+
+@pytest.mark.parametrize(
+    ("device", "above", "is_sized"), [("cuda", 0, True), ("cuda", 10**9, False), ("cpu", 0, False)]
+)
+def test_ranks_of_large_cell_ask_for_memory_of_their_gpu(
+    device: Device, above: int, is_sized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synthetic, "LARGE_MODELS", above)
+    asked = list[WorkerGroupConfig]()
+
+    class NoPool:
+        is_shared = True
+
+        def prepare(self, config: WorkerGroupConfig) -> None:
+            asked.append(config)
+
+        def run(self, *, config: WorkerGroupConfig, **_: object) -> Outcome:
+            asked.append(config)
+            return Outcome(state="failed", reason="", kind="", rank=None, seconds=0, results=[])
+
+    cell, pool = cell_of("dp2", 0), cast(Pool, NoPool())
+    import_ahead(pool, [cell], device)
+    inputs = prepare_inputs(cell.scenario, tmp_path / "out")
+    _run_phase(pool, cell, 0, inputs, tmp_path, device=device, budget_s=1, fresh=False, alone=False)
+    assert [one.rank_memory for one in asked] == [leased_bytes(cell) if is_sized else 0] * 2
 
 
 def test_light_cells_run_beside_a_heavy_one(tmp_path: Path) -> None:
