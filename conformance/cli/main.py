@@ -8,6 +8,7 @@ were judged than required, or the output folder is not writable). A run that a s
 
 import argparse
 import errno
+import gc
 import io
 import os
 import signal
@@ -23,7 +24,7 @@ from conformance.core import packages
 from conformance.core.errors import Parser, UsageError, limited, shown
 from conformance.core.io import Unwritable, visible_output
 from conformance.core.packages import Command, announced_commands, load_command
-from conformance.core.process import import_uncollected, stop_code
+from conformance.core.process import collect_rarely, import_uncollected, stop_code
 from conformance.core.timeline import process_start
 from conformance.matrix.options import (
     GROUPS,
@@ -41,7 +42,7 @@ from conformance.matrix.options import (
     Selection,
     positive_number,
 )
-from conformance.runtime.preload_server import import_ahead
+from conformance.runtime.preload_server import fork_ahead, import_ahead
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser(arguments).parse_args(arguments)
         options.arguments = arguments[1:]
         options.began = process_start() if argv is None else None
-        return _exit_code(options)
+        code = _exit_code(options)
+    if options.began is not None:
+        gc.freeze()  # or Python looks for garbage once more, and takes apart all that the system frees at once
+    return code
 
 
 def _exit_code(options: argparse.Namespace) -> int:
@@ -169,11 +173,14 @@ class Declared:
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
     def run(self, options: argparse.Namespace) -> int:
-        if self.name in STARTING:  # ranks and this process import torch at the same time
-            import_ahead(("transformers",))
+        is_own = options.began is not None  # whether this process belongs to the suite
+        if self.name in STARTING:  # ranks import what this process imports
+            (fork_ahead if is_own else import_ahead)(("transformers",))
         run: Callable[[argparse.Namespace], int] = getattr(
             import_uncollected(f"conformance.cli.{self.module}"), f"{self.name}_command"
         )
+        if is_own:
+            collect_rarely()
         return run(options)
 
 

@@ -1,9 +1,10 @@
 """Imports the modules that most backends share, once per controller, and forks the forkservers of its pools.
 
-Run as ``python -m conformance.runtime.preload_server CONTROL_FD``. Importing torch and transformers is most of the work
-of starting a forkserver. A forkserver that is forked from here has them, and imports only its backend's own modules.
-The processes that answer queries about adapters (conformance.backends.registry) are forked from here for the same
-reason, and because neither CUDA nor NVML, which the controller may have queried, survives a fork.
+Runs as ``python -m conformance.runtime.preload_server CONTROL_FD``, or as a fork of a controller that imports the same
+and has done nothing else yet. Importing torch and transformers is most of the work of starting a forkserver. A
+forkserver that is forked from here has them, and imports only its backend's own modules. The processes that answer
+queries about adapters (conformance.backends.registry) are forked from here for the same reason, and because neither
+CUDA nor NVML, which the controller may query later, survives a fork.
 
 The preload server ends when its controller does, because its socket closes, and the kernel then signals its
 forkservers. It never runs a task and stays single-threaded, because threads do not survive a fork.
@@ -11,8 +12,10 @@ forkservers. It never runs a task and stays single-threaded, because threads do 
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import hashlib
+import io
 import itertools
 import os
 import select
@@ -33,11 +36,19 @@ from importlib import import_module, invalidate_caches
 from importlib.metadata import distributions
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from conformance.core import packages as own_packages
 from conformance.core.host import cache_folder
-from conformance.core.process import StartPatience, adopt_orphans, children, effort, signal_process, uncollected
+from conformance.core.process import (
+    StartPatience,
+    adopt_orphans,
+    children,
+    effort,
+    signal_process,
+    thread_count,
+    uncollected,
+)
 from conformance.runtime import forkserver
 from conformance.runtime.failure import ENTRIES, StartError
 from conformance.runtime.messages import Device, Message, Wire, wire_pair
@@ -54,6 +65,7 @@ _ENVIRONMENTS = 3  # number of environments whose bytecode is kept, the last one
 _STATUS = struct.Struct("i")
 _TICK_S = 0.002
 _SEND_LIMIT_S = 0.1
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # the parameters of mallopt(3)
 
 
 class Forked:
@@ -97,25 +109,78 @@ class Forked:
         os.close(self._status_fd)
 
 
+class _Process(Protocol):
+    """The process of a preload server, which may be a subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class _ForkOfController:
+    """Controls a child that this process has forked. Threads may share it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._waiting = pid, threading.Lock()
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int:
+        status = self._wait(0)
+        assert status is not None
+        return status
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def _wait(self, how: int) -> int | None:
+        with self._waiting:
+            if self._status is None and (ended := os.waitpid(self.pid, how))[0]:
+                self._status = os.waitstatus_to_exitcode(ended[1])
+            return self._status
+
+
 class _PreloadServer:
     """Controls the preload server of this process. Threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fork_without: Sequence[int] | None = None) -> None:
+        """fork_without: descriptors that a fork of this process, which has imported everything, must not keep; None:
+        the preload server is started, and imports by itself."""
         self._owner = os.getpid()
         self._numbers = itertools.count()
         self._has_imported = False
         self.wire, child_end = wire_pair()
         with child_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __spec__.name, str(child_end.fileno())],
-                pass_fds=[child_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                env=environment(),
-            )
+            self._process = self._started(child_end) if fork_without is None else self._fork(child_end, fork_without)
         atexit.register(self._close)
+
+    def _started(self, child_end: socket.socket) -> _Process:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name, str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment(),
+        )
+
+    def _fork(self, child_end: socket.socket, without: Sequence[int]) -> _Process:
+        if pid := os.fork():
+            return _ForkOfController(pid)
+        try:
+            self.wire.close()
+            for fd in without:
+                os.close(fd)
+            _leave_controller()
+            _serve(child_end)
+        finally:
+            os._exit(0)
 
     @property
     def is_alive(self) -> bool:
@@ -186,6 +251,29 @@ def _server() -> _PreloadServer:
 def import_ahead(packages: Sequence[str]) -> None:
     """Lets the preload server of this process, which is started if needed, import what these packages share."""
     _server().wire.send({"do": "import", "preload": list(packages)})
+
+
+def fork_ahead(packages: Sequence[str]) -> None:
+    """Imports what these packages share in this process, which needs it too, and forks the preload server from it.
+
+    For a process that belongs to the suite and has just begun. If its modules would be compiled anew, or something has
+    started a thread, which no fork copies, the preload server is started and imports by itself.
+    """
+    global _preload_server
+    if _preload_server is not None or _bytecode():
+        return import_ahead(packages)
+    inherited = [int(fd.name) for fd in list(Path("/proc/self/fd").iterdir()) if int(fd.name) > 2 and fd.is_symlink()]
+    before = dict(os.environ)
+    os.environ.update(environment())  # libraries read some of it when they are imported
+    try:
+        _import([*COMMON, *(SHARED[package] for package in packages)])
+        if thread_count() == 1:
+            _preload_server = _PreloadServer(fork_without=inherited)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    if _preload_server is None:
+        import_ahead(packages)
 
 
 def environment(device: Device | None = None, *, is_other: bool = False) -> dict[str, str]:
@@ -354,12 +442,12 @@ def _import_shared(preload: Sequence[str]) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Imports modules for all later forkservers, which share the memory until they write to it."""
+    """Imports modules for all later forkservers, which share the memory until they write to it. Of the objects that
+    imports leave, 2 % are garbage, and to find them takes as long as the imports of a backend."""
     with uncollected():
         for module in modules:
             with contextlib.suppress(Exception):
                 import_module(module)
-    gc.collect()
     gc.freeze()
 
 
@@ -389,10 +477,26 @@ def _become(message: Message, parent: int, fds: Sequence[int], log_fd: int) -> N
         os._exit(status)
 
 
-def main() -> None:
+def _leave_controller() -> None:
+    """Gives a fork of the controller what a process of its own has: session, streams, main module, limits of malloc."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.closerange(max(3, null), null + 1)  # it is one of the three if the user has closed that
+    # Without a buffer, so that logs have all output of a rank that is killed.
+    raw: Any = [io.FileIO(fd, "wb", closefd=False) for fd in (1, 2)]
+    sys.stdout, sys.stderr = (io.TextIOWrapper(one, "utf-8", "backslashreplace", write_through=True) for one in raw)
+    sys.modules["__main__"], sys.argv[:] = sys.modules[__name__], [__spec__.name]
+    libc = ctypes.CDLL(None)
+    for variable, parameter in _MALLOC.items():
+        libc.mallopt(parameter, int(os.environ[variable]))
+
+
+def _serve(control_end: socket.socket) -> None:
     own_packages.prefer()
     adopt_orphans()
-    control = Wire(socket.socket(fileno=int(sys.argv[1])))
+    control = Wire(control_end)
     os.set_inheritable(control.fileno(), False)
     _import(COMMON)
     control.send({"type": "ready"})
@@ -400,4 +504,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

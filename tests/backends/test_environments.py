@@ -306,16 +306,17 @@ def test_an_adapter_ends_whatever_the_preload_server_does(tmp_path: Path, monkey
         assert "message" not in adapter.hello
         server = preload_server._server()._process
         if state == "stopped":
-            server.send_signal(signal.SIGSTOP)
+            os.kill(server.pid, signal.SIGSTOP)
         elif state == "dead":
-            server.kill()
+            os.kill(server.pid, signal.SIGKILL)
             server.wait()
         adapter.end()
         deadline = time.monotonic() + 20
         while any(process_state(pid) not in ("", "Z") for pid in (adapter.process.pid, int(child.read_text()))):
             assert time.monotonic() < deadline, f"it outlives end() if the preload server is {state}"
             time.sleep(0.05)
-        server.send_signal(signal.SIGCONT)
+        if server.poll() is None:
+            os.kill(server.pid, signal.SIGCONT)
 
 
 def test_adapter_process_knows_objective_of_later_scenario() -> None:

@@ -3,9 +3,12 @@
 Runs in this process, on the backend of plain_backend.py, which starts fast; its ranks are real.
 """
 
+import gc
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,18 @@ def copy(out: Path, tmp_path: Path) -> Path:
 def read(file: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(file.read_text())
     return values
+
+
+def test_collector_changes_in_a_process_of_the_suite_alone(copy: Path) -> None:
+    """Garbage of a user who calls a command, as in a test, is not exempted from collection; garbage of commands is."""
+    before = gc.get_threshold(), gc.get_freeze_count()
+    assert cli.main(["report", str(copy)]) == 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    code = "import gc; from conformance.cli.main import main; main(); print(*gc.get_threshold(), gc.get_freeze_count())"
+    done = subprocess.run([sys.executable, "-c", code, "report", str(copy)], capture_output=True, text=True, check=True)
+    threshold, _, _, frozen = map(int, done.stdout.splitlines()[-1].split())
+    assert threshold > gc.get_threshold()[0]
+    assert frozen > 10_000
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ forked."""
 
 import contextlib
 import gc
+import json
 import os
 import re
 import signal
@@ -147,6 +148,50 @@ def children_of(parent: int) -> list[int]:
     return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
 
 
+OWN = """
+import json, os, sys, threading
+from pathlib import Path
+from conformance.runtime import Pool, WorkerGroupConfig, preload_server
+if sys.argv[1] == "beside a thread":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+before = dict(os.environ)
+preload_server.fork_ahead(())
+assert dict(os.environ) == before
+with Pool(work_dir=Path("work")) as pool:
+    config = WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",))
+    outcome = pool.run(key="", config=config, task="worker_group_tasks:surroundings", kwargs={}, log_dir=Path("logs"),
+                       budget_s=60)
+process = preload_server._preload_server._process
+print(json.dumps([type(process).__name__, *outcome.results]), outcome.reason)
+"""
+
+
+def test_forked_preload_server_leaves_nothing_of_its_controller_to_ranks(tmp_path: Path) -> None:
+    """A rank finds the same in a fork of the controller as below a preload server that was started."""
+    read_end, write_end = os.pipe()
+    found = {}
+    for how in ("alone", "beside a thread"):
+        (folder := tmp_path / how).mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", OWN, how],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "2"},
+            pass_fds=[write_end],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        kind, own = json.loads(done.stdout)
+        assert own.pop("session") == own.pop("server"), "Ctrl-C would reach it"
+        assert "written at once" in (folder / "logs" / "rank-0.log").read_text()
+        found[kind] = own
+    os.close(read_end)
+    os.close(write_end)
+    assert found["_ForkOfController"] == found["Popen"]
+    assert found["Popen"]["threads"] == 1
+    assert found["Popen"]["blocks that malloc maps"] == 0
+
+
 def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp_path: Path) -> None:
     broken = WorkerGroupConfig(size=2, device="cpu", preload=("no_such_adapter",))
     with Pool(work_dir=tmp_path) as pool:
@@ -158,7 +203,10 @@ def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp
 SCRIPT = """
 import sys, pathlib
 from conformance.runtime import Pool, WorkerGroupConfig
+from conformance.runtime.preload_server import fork_ahead
 here = pathlib.Path(sys.argv[1])
+if sys.argv[2] == "forked":
+    fork_ahead(())
 with Pool(work_dir=here) as pool:
     config = WorkerGroupConfig(size=2, device="cpu", preload=("worker_group_tasks",))
     kwargs = {"pid_dir": str(here / "pids"), "new_session": True}
@@ -167,7 +215,8 @@ with Pool(work_dir=here) as pool:
 """
 
 
-def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preload_server", ["started", "forked"])
+def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path, preload_server: str) -> None:
     """Not even processes that a rank started in a session of their own; and a controller needs no stdin."""
     pid_dir = tmp_path / "pids"
     pid_dir.mkdir()
@@ -180,13 +229,14 @@ def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
         return [path for path, owner in owners.items() if not (owner and process_state(int(owner[1])))]
 
     controller = subprocess.Popen(
-        ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", SCRIPT, str(tmp_path)],
+        ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", SCRIPT, str(tmp_path), preload_server],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
     while len(started := [int(file.name) for file in pid_dir.iterdir()]) < 5 and controller.poll() is None:
         time.sleep(0.05)
     assert len(started) == 5
-    started.append(preload_server_of(controller.pid))
+    started += children_of(controller.pid)
+    assert len(started) == 6
     controller.kill()
     controller.wait()
     assert [pid for pid in started if not is_dead_soon(pid)] == []
