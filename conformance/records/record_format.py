@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -257,6 +257,7 @@ RECORD_SCHEMA = 5
 RECORD_FILE = "record.jsonl"
 LOOKUPS_KEPT = 16  # the last lookups of tokens of a rank, because those of rollouts come first
 CONTROL = "control.json"  # what the controller adds to the record of a phase: how a control of its loading ended
+SMALL = 2**17  # bytes of a record whose lines are kept in memory after they were read; they are not to be changed
 LONGEST = 2**28  # largest JSON or JSONL file in bytes; the files of thousands of cells have some MiB
 MOST_NESTED = 64  # most levels of JSON; the suite writes fewer than ten
 AGAIN = "run the cell again"
@@ -272,7 +273,7 @@ class Lines:
     steps: tuple[Line, ...]
     footer: Line
 
-    @property
+    @cached_property
     def observables(self) -> tuple[Observable, ...]:
         """Returns the observables of the record's header, in causal order."""
         return observables_from_json(self.header["observables"])
@@ -310,7 +311,12 @@ def read_lines(path: Path) -> Lines:
     Raises RecordError or one of its subclasses MissingFooter, DigestMismatch and WrongSchema.
     """
     file = path / RECORD_FILE
-    raw = _read_raw_lines(file)
+    data = _read_bytes(file)
+    return (_small_lines if len(data) <= SMALL else _verified_lines)(file, data)
+
+
+def _verified_lines(file: Path, data: bytes) -> Lines:
+    raw = data.splitlines(keepends=True)
     values: list[Any] = []
     problem: RecordError | None = None
     for number, line in enumerate(raw, start=1):
@@ -331,6 +337,10 @@ def read_lines(path: Path) -> Lines:
     return lines
 
 
+# The judge, the comparison of backends and the reports read the same records.
+_small_lines = lru_cache(maxsize=256)(_verified_lines)
+
+
 def peak_memory(records: Iterable[Path]) -> tuple[int, int]:
     """Returns the most bytes that a rank held in any of these records, of its device and of its host; 0 if it is not
     known."""
@@ -343,11 +353,11 @@ def peak_memory(records: Iterable[Path]) -> tuple[int, int]:
     return of_device, of_host
 
 
-def _read_raw_lines(file: Path) -> list[bytes]:
+def _read_bytes(file: Path) -> bytes:
     if is_link(file.parent):
         raise RecordError(f"{file.parent} is a link; put the record itself there, or {AGAIN}")
     try:
-        return read_file(file, limit=LONGEST).splitlines(keepends=True)
+        return read_file(file, limit=LONGEST)
     except FileNotFoundError:
         raise RecordError(
             f"{file.parent} holds no {RECORD_FILE}: this is not a record, or its cell ended before it wrote anything"

@@ -72,11 +72,13 @@ _PLAIN = (int, float, complex, str, torch.dtype, torch.device, torch.layout, tor
 
 
 def freeze() -> None:
-    """Exempts all current objects from garbage collection, which makes it faster and lets forked ranks share memory."""
+    """Exempts all current objects from garbage collection, which makes it faster and lets forked ranks share memory.
+
+    Imports leave so little garbage that it is not looked for.
+    """
     if _DTENSOR in sys.modules:
         import_module(_CACHES)  # imported here, or else in the first clean-up of every rank
         keep_shapes()
-    gc.collect()
     gc.freeze()
 
 
