@@ -24,7 +24,7 @@ from conformance.core import packages
 from conformance.core.errors import Parser, UsageError, limited, shown
 from conformance.core.io import Unwritable, visible_output
 from conformance.core.packages import Command, announced_commands, load_command
-from conformance.core.process import collect_rarely, import_uncollected, stop_code
+from conformance.core.process import import_uncollected, stop_code
 from conformance.core.timeline import process_start
 from conformance.matrix.options import (
     GROUPS,
@@ -180,7 +180,7 @@ class Declared:
             import_uncollected(f"conformance.cli.{self.module}"), f"{self.name}_command"
         )
         if is_own:
-            collect_rarely()
+            gc.freeze()  # what was imported is never garbage; a user's process may have garbage, which would be kept
         return run(options)
 
 

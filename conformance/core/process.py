@@ -268,15 +268,6 @@ def import_uncollected(name: str) -> ModuleType:
         return import_module(name)
 
 
-def collect_rarely() -> None:
-    """Exempts all that was imported from garbage collection, and collects less often, in a process of the suite's own.
-
-    A process of a user keeps its collector as it is: what is exempted is never freed.
-    """
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
-
-
 def signal_group(group: int, number: int) -> bool:
     """Sends a signal to a process group. Returns False if the group has no member left."""
     try:
