@@ -6,18 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from worker_group_helpers import is_dead_soon
 
 import conformance.core.packages
 from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingExtra, find_backend, registered_backends
 from conformance.backends.registry import adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.core.process import process_state
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario
 from impl.fsdp2.adapter import Fsdp2Backend
@@ -66,12 +65,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_an_adapter_stuck_in_its_imports_ends_with_a_killed_controller(printed: list[str]) -> None:
     """It has the standard error of the controller, so whoever reads that to its end would wait for ever."""
-    for _ in range(600):  # its files are closed before it has ended
-        if process_state(int(printed[-1])) in ("", "Z"):
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the adapter's process outlives the controller")
+    assert is_dead_soon(int(printed[-1])), "the adapter's process outlives the controller"
 
 
 def test_an_unknown_backend_lists_the_registered_ones_and_how_to_add_one() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 import parity
 
@@ -142,17 +141,16 @@ class Net(torch.nn.Module):
         return {"loss": self.linear(x).square().mean()}
 
 
-class PausesAtGradients(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.pause: Pause | None = None
-
-    def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        assert self.pause is not None
-        self.pause(next(model.parameters()).grad.norm().item())  # type: ignore[union-attr]
-
-
 def test_a_trainer_that_is_paused_computes_as_one_that_is_not(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments  # takes long, and other workers of pytest do not need it
+    from transformers import Trainer, TrainerCallback, TrainingArguments  # takes long, and other workers do without
+
+    class PausesAtGradients(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.pause: Pause | None = None
+
+        def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+            assert self.pause is not None
+            self.pause(next(model.parameters()).grad.norm().item())  # type: ignore[union-attr]
 
     def weights(paused: bool) -> torch.Tensor:
         torch.manual_seed(0)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from cells import BACKENDS, MICRO_BATCHES, ROWS, assert_honest, cell_of, ranks_of, record_of
@@ -67,6 +66,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> FrozenInputs:
 
 
 def of_peft(folder: Path, adapter: Path) -> Any:
+    import peft  # takes long, and other workers of pytest do not need it
+
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     return peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu").eval()
 

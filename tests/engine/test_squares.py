@@ -1,6 +1,7 @@
 """The sums of squares behind gradient norms, to the last digits, also on a CPU."""
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ def placement() -> Any:
     return pytest.importorskip("impl.megatron.device_placement")
 
 
+@cache
 def numbers(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(10**6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
 
 
+@cache
 def square_of(tensor: torch.Tensor) -> float:
     return math.fsum((tensor.double() ** 2).tolist())
 

@@ -64,7 +64,7 @@ def is_gone(pid: int) -> bool:
 
 def is_dead_soon(pid: int) -> bool:
     """For a process whose forkserver is gone: whoever adopts it reaps it, sooner or later."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while process_state(pid) not in ("", "Z") and time.monotonic() < deadline:
         time.sleep(0.02)
     return process_state(pid) in ("", "Z")
