@@ -91,6 +91,15 @@ def find_fault(name: str, known: Mapping[str, Fault] | None = None) -> Fault:
     return known[name]
 
 
+def needs_in_words(name: str) -> str:
+    """Says what a fault needs to change anything, and names a cell of each backend that has it."""
+    if (fault := catalogue().get(name)) is None:  # records are judged where the package with the fault is missing, too
+        return f"{name} comes from a package that is not installed here; install it to read what the fault needs"
+    where, then = f"{fault.cells.scenario}/{fault.cells.model}", " that resumes" if fault.cells.saves else ""
+    cells = [f"{where}/{backend}/{layout}" for backend, layout in fault.cells.layouts.items()]
+    return f"{name} needs {fault.needs}, as in a cell of {' or '.join(cells)}{then}"
+
+
 def faults_of(engine: type) -> dict[str, Fault]:
     """Returns the faults that may be planted in a rollout engine, by name. It names the tuple of them in ``faults``."""
     module, _, attribute = getattr(engine, "faults", "").partition(":")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from conformance.backends.faults import needs_in_words
 from conformance.judge.direction import SCALE, SIZE, is_summed_in
 from conformance.judge.tolerance import OF_ROWS, gradient_stages
 from conformance.judge.verdict import judge_folders
@@ -167,8 +168,8 @@ def judge_cell(
     verdict = judge.by(conventions) if known or planted_in(cell) else judge.with_all(conventions)
     if verdict.state in NO_FAULT and (planted := planted_in(cell)):
         reason = (
-            f"{' and '.join(planted)} was planted and called, and nothing differs: it changes nothing in this cell, or "
-            f"it is not detected; plant it in a cell that has what it needs (docs/reference/faults.md)"
+            f"{' and '.join(planted)} was planted and called, and nothing differs: this cell lacks what the fault "
+            f"needs, or the fault is not detected; {'; '.join(map(needs_in_words, planted))} (docs/reference/faults.md)"
         )
         return replace(verdict, state="infrastructure", reason=reason)
     if not known or verdict.state == "infrastructure":

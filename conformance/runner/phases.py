@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conformance.backends.faults import find_fault
+from conformance.backends.faults import needs_in_words
 from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import adapter_of
 from conformance.core.io import write_file
@@ -114,8 +114,7 @@ def _not_met(cell: Cell, met: Counter[str]) -> str:
     empty."""
     for name in cell.faults:
         if not met[name]:
-            needs = find_fault(name).needs
-            return f"fault {name!r} was never called in this cell, so it changed nothing; it needs {needs}"
+            return f"fault {name!r} was never called in this cell, so it changed nothing; {needs_in_words(name)}"
     return ""
 
 

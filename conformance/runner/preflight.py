@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from conformance.backends.faults import find_fault
+from conformance.backends.faults import find_fault, needs_in_words
 from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingExtra, Support, Unsupported, is_own
 from conformance.backends.registry import Adapter, AskFailed, adapter_of
 from conformance.core.errors import UsageError
@@ -211,7 +211,8 @@ class Refusals:
             return Verdict(state="unsupported", reason=f"{name} has no export_merged, so it trains no adapters (lora)")
         for fault in map(find_fault, cell.faults):
             if fault.seam not in adapter.traits.seams:
-                reason = f"fault {fault.name!r} cannot be planted: {name} has no patch point {fault.seam!r}"
+                missing = f"{name} has no patch point {fault.seam!r}; {needs_in_words(fault.name)}"
+                reason = f"fault {fault.name!r} cannot be planted: {missing}"
                 return Verdict(state="unsupported", reason=reason)
 
         def ask() -> Support:

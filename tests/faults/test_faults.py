@@ -16,7 +16,7 @@ import torch
 from cells import BACKENDS, MICRO_BATCHES, cell_of, exhaustive, one_of_each_stage, slow, small
 from side_sample import NAMES, SCENARIO, Change, scaled, write_oracle, write_record
 
-from conformance.backends.faults import catalogue, plant
+from conformance.backends.faults import catalogue, needs_in_words, plant
 from conformance.backends.protocol import Backend
 from conformance.core.host import FIXTURES
 from conformance.judge.expected_differences import judge_cell
@@ -254,7 +254,7 @@ def test_a_fault_that_is_never_called_is_no_pass(session: Session) -> None:
     verdict = session.run(cell_of("fsdp2", "sft-packed", "llama", "dp2", "exact", "merged-in-bf16", steps=1)).verdict
     assert verdict.state == "infrastructure"
     assert "'merged-in-bf16' was never called in this cell" in verdict.reason
-    assert "it needs" in verdict.reason
+    assert verdict.reason.endswith(needs_in_words("merged-in-bf16"))
 
 
 def test_a_fault_whose_seam_a_backend_lacks_is_not_plantable_there(session: Session) -> None:
@@ -263,6 +263,7 @@ def test_a_fault_whose_seam_a_backend_lacks_is_not_plantable_there(session: Sess
     assert refused.state == "unsupported"
     said = "fault 'cleared-gradients' cannot be planted: deepspeed has no patch point "
     assert refused.reason.startswith(said)
+    assert refused.reason.endswith(needs_in_words("cleared-gradients"))
     assert not session.refusal(cell_of("fsdp2", "sft-packed", "llama", "dp2", "exact", "cleared-gradients", steps=1))
 
 
@@ -285,9 +286,15 @@ def test_a_planted_fault_that_changes_nothing_is_no_pass(
     options: Any = {"oracles": lambda _: tmp_path / "oracle", "observables": observables}
     verdict = judge_cell(cell, [tmp_path / "leg"], known=(), conventions=(), **options)
     assert verdict.state == state
-    assert ("inverted-clip was planted and called, and nothing differs" in verdict.reason) == (
-        state == "infrastructure"
+    for words in ("inverted-clip was planted and called, and nothing differs", needs_in_words("inverted-clip")):
+        assert (words in verdict.reason) == (state == "infrastructure")
+
+
+def test_what_a_fault_needs_is_said_with_a_cell_that_has_it() -> None:
+    assert needs_in_words("cleared-gradients") == (
+        "cleared-gradients needs accumulation of 2 or more, as in a cell of sft-packed/llama/fsdp2/dp2"
     )
+    assert needs_in_words("of-nobody").startswith("of-nobody comes from a package that is not installed here")
 
 
 @pytest.mark.exhaustive
