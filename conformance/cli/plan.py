@@ -6,9 +6,11 @@ import itertools
 import json
 import math
 import os
+import shutil
 import tempfile
+import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -242,13 +244,26 @@ def list_command(options: argparse.Namespace) -> int:
         known = {"backends": backends, "profiles": profile_names(), "faults": list(catalogue()), "cells": rows}
         print(json.dumps(known | ({"coverage": dataclasses.asdict(coverage)} if coverage else {})))
         return EXIT["conforms"]
-    print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
+    print(_wrapped("profiles: ", profile_names()))
+    print(_wrapped("backends: ", registered_backends()))
     print(f"{len(rows)} cells of {selection.profile_name} ({profile_of(selection).description}):")
     for row, conventions in zip(rows, declared, strict=True):
         print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused'] or _declares(conventions)}")
     if coverage:
         print(f"\n{coverage}")
+    print(f"{len(catalogue())} faults that --faults plants (docs/reference/faults.md), by the stage that finds them:")
+    by_stage: dict[str, list[str]] = {}
+    for fault in catalogue().values():
+        by_stage.setdefault(fault.stage, []).append(fault.name)
+    for stage, names in by_stage.items():
+        print(_wrapped(f"  {stage}: ", names))
     return EXIT["conforms"]
+
+
+def _wrapped(head: str, names: Iterable[str]) -> str:
+    """Lists names behind a head, in lines that fit the terminal and break only between names."""
+    width = max(shutil.get_terminal_size((120, 24)).columns, 40)
+    return textwrap.fill(head + ", ".join(names), width, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _declares(conventions: Conventions) -> str:

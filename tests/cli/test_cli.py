@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from plain_profile import write_profile
 
+from conformance.backends.faults import catalogue
 from conformance.backends.protocol import Support
 from conformance.backends.registry import SubprocessAdapter
 from conformance.cli import main as cli
@@ -372,6 +373,19 @@ def test_list_and_doctor_speak_json(profile: str, capsys: pytest.CaptureFixture[
     assert "inverted-clip" in listed["faults"]
     assert cli.main(["doctor", "--json"]) in (0, 3)
     assert {check["state"] for check in json.loads(capsys.readouterr().out)} <= {"ok", "note", "problem"}
+
+
+def test_list_puts_cells_before_faults_in_lines_that_fit(
+    profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["list", *PLAIN, "--profile", profile]) == 0
+    listed = capsys.readouterr().out
+    cells, _, faults = listed.partition(" faults that --faults plants")
+    assert CONFORMS in cells
+    assert all(name in faults for name in catalogue())
+    assert max(map(len, faults.partition("\n")[2].splitlines())) <= 80
+    assert "cleared-\n" not in faults
 
 
 def test_a_crash_is_not_taken_for_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
