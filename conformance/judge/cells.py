@@ -24,8 +24,8 @@ from conformance.results.run_results import Attempt, Entry, cell_summary, inside
 from conformance.results.verdict import ANSWERED, NO_FAULT, STATES, Verdict
 from conformance.runtime import Pool, RankContext, WorkerGroupConfig
 from conformance.runtime.leased_slots import Lanes
-from conformance.spec.conventions import KNOWN, Conventions, OracleConvention, of_oracle
-from conformance.spec.known_defects import Defect, MeanOfMeans
+from conformance.spec.conventions import KNOWN, OracleConvention, of_oracle
+from conformance.spec.known_defects import Bug, Defect, MeanOfMeans
 
 
 @contextlib.contextmanager
@@ -186,15 +186,18 @@ def _has_all_tensors(out: Path, entry: Entry) -> bool:
     return all((record / file["file"]).exists() for record, file in named if file)
 
 
-def _candidates(entry: Entry) -> tuple[Conventions, list[MeanOfMeans]]:
-    """Returns the undeclared conventions and the means that the run tried as explanations of a difference."""
+def _candidates(entry: Entry) -> dict[str, Any]:
+    """Returns the undeclared conventions, means and bugs that the run tried as explanations of a difference."""
     if entry.expected or planted_in(entry.cell):
-        return (), []
+        return {"candidates": (), "means": (), "bugs": ()}
     declared = of_oracle(entry.conventions)
     tried = [one.defects[-1] for one in entry.variants if one.defects[:-1] == declared]
     conventions = (one for one in tried if isinstance(one, get_args(OracleConvention)))
     own = tuple(one for one in KNOWN if one.unjudged)
-    return (*conventions, *own), [one for one in tried if isinstance(one, MeanOfMeans)]
+    of = {
+        name: [one for one in tried if isinstance(one, kind)] for name, kind in (("means", MeanOfMeans), ("bugs", Bug))
+    }
+    return {"candidates": (*conventions, *own), **of}
 
 
 def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:
@@ -213,5 +216,4 @@ def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:
         "observables": entry.observables,
     }
     verdict = judge_cell(entry.cell, phases, known=entry.expected, **options)
-    candidates, means = _candidates(entry)
-    return explained(verdict, entry.cell, phases, candidates=candidates, means=means, **options)
+    return explained(verdict, entry.cell, phases, **_candidates(entry), **options)

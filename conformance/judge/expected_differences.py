@@ -20,7 +20,7 @@ from conformance.judge.tolerance import OF_ROWS, gradient_stages
 from conformance.judge.verdict import judge_folders
 from conformance.results.verdict import NO_FAULT, Quantity, Verdict
 from conformance.spec.conventions import AnyConvention, Conventions, of_oracle
-from conformance.spec.known_defects import Defect, Known, MeanOfMeans, Unmodelled, defects_of
+from conformance.spec.known_defects import UPDATES, Bug, Defect, Known, MeanOfMeans, Unmodelled, defects_of
 from conformance.spec.observables import Observable, stages
 
 Defects = tuple[Defect, ...]
@@ -105,12 +105,15 @@ def explained(
     conventions: Conventions,
     candidates: Conventions,
     means: Sequence[MeanOfMeans],
+    bugs: Sequence[Bug] = (),
     oracles: Oracles,
     observables: Sequence[Observable],
 ) -> Verdict:
     """Names a convention of the ``candidates`` with which a cell that differs agrees in all stages, as likely cause.
 
     A convention whose first stage comes after the first finding is not tried. ``conventions``: those that are declared.
+    One of ``bugs`` is named if the cell agrees at all steps with the oracle that has the bug, but for the stages of
+    which the bug says that they may differ.
     If gradients are wrong that no cause explains, or a loss by one of ``means``, these are tried on gradients.
     """
     if verdict.state != "differs" or not verdict.findings:
@@ -127,6 +130,19 @@ def explained(
             hint = f"agrees in all stages with {one.words} (convention {one})"
             hinted = tuple(replace(q, hint=hint) if q in same else q for q in verdict.quantities)
             return replace(verdict, quantities=hinted, reason=_with_hint(verdict.reason, same, hint))
+    of_steps = [q for q in verdict.findings if q.step >= 0]  # others are no numbers that a bug could explain
+    step, stage = (of_steps[0].step, of_steps[0].stage) if of_steps else (0, "")
+    # Where weights after a step were not read, a wrong update shows first in the next step.
+    for bug in (one for one in bugs if stage in one.stages or (step > 0 and one.stages == UPDATES)):
+        by = judge.by(conventions, (bug,))
+        left = {q.stage for q in by.findings}
+        if by.state == "infrastructure" or not left <= set(bug.beside):
+            continue
+        but = f" but {' and '.join(sorted(left))}" if left else ""
+        hint = f"agrees in all stages{but} with {bug.words}"
+        numbers = [q for q in of_steps if (q.stage, q.step) == (stage, step)]
+        hinted = tuple(replace(q, hint=hint) if q in numbers else q for q in verdict.quantities)
+        return replace(verdict, quantities=hinted, reason=_with_hint(verdict.reason, numbers, hint))
     gradients = [q for q in verdict.findings if q.stage in gradient_stages(observables) and q.step == first.step]
     is_unknown = first in gradients and not any(q.hint for q in gradients)
     for mean in (one for one in means if gradients and (is_unknown or any(one.words in q.hint for q in same))):

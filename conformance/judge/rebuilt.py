@@ -222,7 +222,7 @@ def _of_matrix(
                     # Without momentum, SGD keeps nothing.
                     known, together = scenario.optimizer.name == "sgd" and not scenario.optimizer.momentum, []
                     continue
-                gradient = optimizer.gradient_of(name, whole(step.first_moment))
+                gradient = optimizer.gradient_of(name, whole(step.first_moment), weight)
             else:
                 gradient = step.factor * whole(step.gradients)
             weight = optimizer.step({name: weight}, {name: gradient}, step.lr)[name]

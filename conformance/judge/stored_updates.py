@@ -294,7 +294,7 @@ def _after_unread(
     )
     kept = [moments[name] for moments in state.optimizer.moments]
     unknown = [2 * stored.rounding * torch.where(state.decided, 0.0, moment.abs()) for moment in kept]
-    gradient = state.optimizer.gradient_of(name, first)
+    gradient = state.optimizer.gradient_of(name, first, before.exact)
     off = (stored.rounding * first.abs() + beta1 * unknown[0] + SUBNORMAL) / (1 - beta1)
     if (error := clipped_gradient(step, name, gradient, off).error) is not None:
         yield error

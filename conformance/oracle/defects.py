@@ -13,6 +13,7 @@ from torch import Tensor
 
 from conformance.models.components import Architecture
 from conformance.oracle.float8 import WithFloat8Products
+from conformance.oracle.optimizer import clip, global_norm
 from conformance.oracle.primitives import UNNAMED, BalancedPart, Variant, Weights, in_order
 from conformance.spec.batch import Batch, Row
 from conformance.spec.conventions import (
@@ -32,15 +33,21 @@ from conformance.spec.conventions import (
     TrainedPaddingToken,
 )
 from conformance.spec.known_defects import (
+    AdvantagesOfAll,
+    ClippedBeforeReduction,
     CountsByLastTokens,
     Defect,
     DividedGradients,
     DividedLoss,
+    L2Decay,
+    LostDecay,
     LostEmbeddingGradient,
+    LostMicroBatches,
     MeanOfMeans,
     OrthogonalizedShares,
     PaddedSoftmax,
     ResummedHeadNorms,
+    TrainedPrompts,
     WindowPerBlock,
 )
 from conformance.spec.precision import PRECISIONS
@@ -86,6 +93,7 @@ class WithResummedHeadNorms(Variant):
 
 
 EMBEDDING = "model.embed_tokens.weight"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight")  # endings of the names of input embeddings
 
 
 class WithLostEmbeddingGradient(Variant):
@@ -93,6 +101,117 @@ class WithLostEmbeddingGradient(Variant):
 
     def reduced(self, gradients: Weights) -> Weights:
         return gradients | {EMBEDDING: torch.zeros_like(gradients[EMBEDDING])}
+
+
+class _ByMicroBatch(Variant):
+    """Tells the gradients of parts of a step apart, for each role; a subclass keeps of them what it trains on."""
+
+    def __init__(self) -> None:
+        self._role = ""
+        self._kept: dict[str, Weights] = {}
+
+    def runs(self, role: str) -> str:
+        self._role = role
+        return role
+
+    def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
+        self._kept = {}
+        return self.parts(batch)
+
+    def looks_up_at_once(self, at_once: bool) -> bool:
+        return False
+
+    def parts(self, batch: Batch) -> Sequence[Sequence[Row]]:
+        """Returns the rows of each part."""
+        raise NotImplementedError
+
+
+class WithClippedBeforeReduction(_ByMicroBatch):
+    """Clips the gradients of each data-parallel rank by itself."""
+
+    def __init__(self, defect: ClippedBeforeReduction) -> None:
+        super().__init__()
+        self._ranks, self._max_norm = defect.ranks, defect.max_norm
+        self._factor = defect.ranks if defect.averaged else 1
+
+    def parts(self, batch: Batch) -> Sequence[Sequence[Row]]:
+        return _micro_batches(batch, ranks=self._ranks, count=1)
+
+    def carried(self, gradients: Weights) -> Weights:
+        self._add(gradients)
+        return {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+
+    def reduced(self, gradients: Weights) -> Weights:
+        self._add(gradients)
+        return self._kept[self._role]
+
+    def _add(self, gradients: Weights) -> None:
+        """Adds the clipped gradients of a rank to those of the ranks before."""
+        own = {name: self._factor * gradient for name, gradient in gradients.items()}
+        clipped = clip(own, global_norm(own), self._max_norm)
+        before = self._kept.get(self._role, {})
+        self._kept[self._role] = {n: before.get(n, 0) + gradient / self._factor for n, gradient in clipped.items()}
+
+
+class WithLostMicroBatches(_ByMicroBatch):
+    """Leaves micro-batches out."""
+
+    def __init__(self, defect: LostMicroBatches) -> None:
+        super().__init__()
+        self._defect, self._tokens = defect, 0
+
+    def trained(self, batch: Batch) -> Batch:
+        self._tokens = batch.target_count
+        if self._defect.of == "gradients":
+            return batch
+        lost = {row.index for row in self.parts(batch)[-1]}
+        rows = tuple(_targeting(row, lambda _: False) if row.index in lost else row for row in batch.rows)
+        return replace(batch, rows=rows)
+
+    def divisor(self, tokens: float, row: Row, batch: Batch) -> float:
+        return self._tokens if self._defect.of == "gradients and loss" else tokens
+
+    def numbers(self, values: dict[str, float]) -> dict[str, float]:
+        return values | ({"token_count": self._tokens} if self._defect.of == "gradients and loss" else {})
+
+    def parts(self, batch: Batch) -> Sequence[Sequence[Row]]:
+        count = self._defect.micro_batches
+        every = _micro_batches(batch, ranks=self._defect.data_ranks, count=count)
+        return [[row for rows in every[i::count] for row in rows] for i in range(count)]
+
+    def carried(self, gradients: Weights) -> Weights:
+        self._kept[self._role] = {name: gradient.clone() for name, gradient in gradients.items()}
+        is_begun_anew = self._defect.lost == "all micro-batches but the last"
+        return {n: torch.zeros_like(g) for n, g in gradients.items()} if is_begun_anew else gradients
+
+    def reduced(self, gradients: Weights) -> Weights:
+        if self._defect.of != "gradients" or self._defect.lost != "the last micro-batch":
+            return gradients
+        before = self._kept[self._role]  # without those that only the last micro-batch reaches
+        return {name: before.get(name, torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+
+
+class WithTrainedPrompts(Variant):
+    """Trains on every token that has one before it."""
+
+    def trained(self, batch: Batch) -> Batch:
+        return replace(batch, rows=tuple(_targeting(row, lambda place: place > 0) for row in batch.rows))
+
+
+def _targeting(row: Row, is_target: Callable[[int], bool]) -> Row:
+    """Returns the row with the targets of every document at other places."""
+    documents = [replace(d, targets=tuple(map(is_target, range(len(d.tokens))))) for d in row.documents]
+    return replace(row, documents=tuple(documents))
+
+
+class WithAdvantagesOfAll(Variant):
+    """Normalises a response by all responses of the rollout."""
+
+    def __init__(self, defect: AdvantagesOfAll) -> None:
+        self._centred = defect.centred
+
+    def compared(self, groups: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
+        return scores if self._centred else groups[0], scores
 
 
 class WithPaddedSoftmax(Variant):
@@ -181,8 +300,33 @@ class WithRoundedMasters(Variant):
 class WithDecayOfAll(Variant):
     """Decays norms and biases as well."""
 
-    def decays(self, decays: bool) -> bool:
+    def decays(self, decays: bool, name: str) -> bool:
         return True
+
+
+class WithL2Decay(Variant):
+    """Lets decay go through the moments."""
+
+    def __init__(self, defect: L2Decay) -> None:
+        self._everything = defect.everything
+
+    def decays(self, decays: bool, name: str) -> bool:
+        return decays or self._everything
+
+    def decay(self, parts: tuple[Tensor, float], weight: Tensor) -> tuple[Tensor, float]:
+        gradient, decay = parts
+        return gradient + decay * weight, 0.0
+
+
+class WithLostDecay(Variant):
+    """Decays some parameters not."""
+
+    def __init__(self, defect: LostDecay) -> None:
+        names = {"the embedding": EMBEDDINGS, "the embedding and the output head": (*EMBEDDINGS, "lm_head.weight")}
+        self._lost = names.get(defect.of, ("",))
+
+    def decays(self, decays: bool, name: str) -> bool:
+        return decays and not name.endswith(self._lost)
 
 
 class WithMuonEpsilon(Variant):
@@ -371,6 +515,12 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     ResummedHeadNorms: WithResummedHeadNorms,
     DividedGradients: WithDividedGradients,
     DividedLoss: WithDividedLoss,
+    ClippedBeforeReduction: WithClippedBeforeReduction,
+    LostMicroBatches: WithLostMicroBatches,
+    TrainedPrompts: lambda _: WithTrainedPrompts(),
+    AdvantagesOfAll: WithAdvantagesOfAll,
+    L2Decay: WithL2Decay,
+    LostDecay: WithLostDecay,
     WindowPerBlock: WithWindowPerBlock,
     LostEmbeddingGradient: lambda _: WithLostEmbeddingGradient(),
     OrthogonalizedShares: WithOrthogonalizedShares,

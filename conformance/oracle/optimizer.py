@@ -88,8 +88,8 @@ class Sgd:
         """Steps with the absolute values of a gradient; returns the update, whose terms do not cancel then."""
         return self.step({name: torch.zeros_like(gradient)}, {name: gradient.abs()}, lr)[name].abs()
 
-    def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient after whose step a parameter's momentum buffer is ``moment``."""
+    def gradient_of(self, name: str, moment: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient after whose step from ``weight`` a parameter's momentum buffer is ``moment``."""
         before = self._velocity.get(name)
         return moment if before is None else moment - self._momentum * before
 
@@ -116,16 +116,19 @@ class AdamW:
         beta1, beta2 = self._config.betas
         self._steps += 1
         updated = {}
-        for name, g in gradients.items():
+        for name, gradient in gradients.items():
             weight = weights[name]
+            g, decay = self._variant.decay((gradient, self._decay_of(weight, name)), weight)
             m = beta1 * self._first.get(name, torch.zeros_like(g)) + (1 - beta1) * g
             v = beta2 * self._second.get(name, torch.zeros_like(g)) + (1 - beta2) * g.square()
             self._first[name], self._second[name] = m, v
             m_hat = m / (1 - beta1**self._steps)
             v_hat = v / (1 - beta2**self._steps)
-            decay = self._config.weight_decay if self._variant.decays(weight.ndim >= 2) else 0.0
             updated[name] = weight - lr * (m_hat / (v_hat.sqrt() + self._config.eps) + decay * weight)
         return updated
+
+    def _decay_of(self, weight: torch.Tensor, name: str) -> float:
+        return self._config.weight_decay if self._variant.decays(weight.ndim >= 2, name) else 0.0
 
     @property
     def moments(self) -> tuple[Weights, Weights]:
@@ -136,10 +139,11 @@ class AdamW:
         """Steps with the absolute values of a gradient; returns the update, whose terms do not cancel then."""
         return self.step({name: torch.zeros_like(gradient)}, {name: gradient.abs()}, lr)[name].abs()
 
-    def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient after whose step a parameter's first moment is ``moment``."""
+    def gradient_of(self, name: str, moment: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient after whose step from ``weight`` a parameter's first moment is ``moment``."""
         beta1, before = self._config.betas[0], self._first.get(name)
-        return (moment if before is None else moment - beta1 * before) / (1 - beta1)
+        added, _ = self._variant.decay((torch.zeros_like(moment), self._decay_of(weight, name)), weight)
+        return (moment if before is None else moment - beta1 * before) / (1 - beta1) - added
 
     def gradient_rounding(self, name: str) -> torch.Tensor:
         """Returns how far ``gradient_of`` may be off, by the relative rounding of a step of the first moment, if the
@@ -277,8 +281,8 @@ class Muon:
         exact = self._update(name, direction, half=False)
         return [lr * (exact - self._update(name, size * direction, half=True)) for size in DRAWS]
 
-    def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient after whose step a parameter's momentum is ``moment``."""
+    def gradient_of(self, name: str, moment: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient after whose step from ``weight`` a parameter's momentum is ``moment``."""
         beta, before = self._config.momentum, self._momentum.get(name)
         return (moment if before is None else moment - beta * before) / (1 - beta)
 

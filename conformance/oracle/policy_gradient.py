@@ -291,14 +291,15 @@ class GrpoFunctions(ResponseFunctions):
         return {"advantage": self.whitened(spread) if o.adv_estimator == "reinforce_plus_plus_baseline" else spread}
 
     def _of_group(self, n: int, scores: Tensor, groups: Tensor) -> Tensor:
-        members, epsilon = scores[groups == groups[n]], self.variant.advantage_epsilon(1e-6)
+        group, epsilon = scores[groups == groups[n]], self.variant.advantage_epsilon(1e-6)
+        members, spread = self.variant.compared((group, group), scores)
         if len(members) == 1:  # a group of one has nothing to compare with
             return members[0] / (1 + epsilon) if self._normalises else members[0]
         if self.objective.adv_estimator == "rloo":
             baseline = (members.sum() - scores[n]) / (len(members) - 1)
             return scores[n] - baseline
         centred = scores[n] - members.mean()
-        return centred / (members.std(correction=1) + epsilon) if self._normalises else centred
+        return centred / (spread.std(correction=1) + epsilon) if self._normalises else centred
 
     @property
     def _normalises(self) -> bool:

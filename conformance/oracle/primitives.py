@@ -266,6 +266,10 @@ class Variant:
         """Returns the role of the model whose passes follow."""
         return role
 
+    def trained(self, batch: Batch) -> Batch:
+        """Returns the rows of an optimizer step with the targets that it trains on."""
+        return batch
+
     def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
         """Returns the rows of an optimizer step, split into micro-batches."""
         return parts
@@ -273,6 +277,10 @@ class Variant:
     def balanced(self, parts: Sequence[BalancedPart], batch: Batch) -> Sequence[BalancedPart]:
         """Returns the parts of a step in which each router balances its load by itself; none if all do it together."""
         return parts
+
+    def looks_up_at_once(self, at_once: bool) -> bool:
+        """Returns whether OneLookup may add gradients of embeddings up at the end of the step."""
+        return at_once
 
     def carried(self, gradients: Weights) -> Weights:
         """Returns the accumulated gradients at the beginning of a micro-batch."""
@@ -322,9 +330,17 @@ class Variant:
         """Returns the step of the schedule after this number of updates."""
         return updates
 
-    def decays(self, decays: bool) -> bool:
-        """Returns whether a parameter is decayed."""
+    def compared(self, groups: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rewards by whose mean, and by whose deviation, a response is normalised; ``scores``: of all."""
+        return groups
+
+    def decays(self, decays: bool, name: str) -> bool:
+        """Returns whether the parameter of this name is decayed."""
         return decays
+
+    def decay(self, parts: tuple[Tensor, float], weight: Tensor) -> tuple[Tensor, float]:
+        """Returns the gradient that AdamW's moments get, and the decay that is decoupled from them."""
+        return parts
 
 
 def in_order(variants: Sequence[Variant]) -> Variant:

@@ -161,6 +161,7 @@ def observe(
     """
     if batch.target_count == 0:
         raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
+    batch = variant.trained(batch)
     functions = functions_of(objective, variant)
     totals = functions.totals(batch)
     leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
@@ -178,7 +179,8 @@ def observe(
     embeds = [m.role for m in running if EMBEDDING in m.trained]
     shifted = {role.name: Shifted(batch) for role in embeds if shifts and role.head == "value"}
     pending: list[Tensor] = []  # losses of documents that go through the model together
-    lookups = {m.role.name: OneLookup(taps.get(m.role.name, NO_TAP)) for m in running if policy.lookups}
+    looks_up = variant.looks_up_at_once(policy.lookups > 0)
+    lookups = {m.role.name: OneLookup(taps.get(m.role.name, NO_TAP)) for m in running if looks_up}
     taps = {**taps, **lookups}
     for row, outputs in _rows(batch, running, leaves, policy, variant, taps, pending):
         parts: dict[str, list[Tensor]] = defaultdict(list)
@@ -242,11 +244,10 @@ def observe(
             values[model_key(model.role.prefix, ROUTER_LOSS)] = balance.loss(balance.probabilities).item()
             values[model_key(model.role.prefix, ROUTER_Z_LOSS)] = balance.squares / tokens_of_step
             rows[model_key(model.role.prefix, ROUTER_TERMS)][0] = balance.terms()
-    gradients = {
-        model.role.name: variant.reduced(_gradients(batch.step, model, leaves[model.role.name], policy))
-        for model in models
-        if model.trained
-    }
+    gradients = {}
+    for model in (model for model in models if model.trained):
+        name = variant.runs(model.role.name)
+        gradients[name] = variant.reduced(_gradients(batch.step, model, leaves[name], policy))
     norms = {name: found.norms for name, found in shifted.items()}
     return Observed(gradients=gradients, values=variant.numbers(values) | highest, rows=dict(rows), shifted=norms)
 

@@ -46,7 +46,7 @@ from conformance.runner.phases import TraceFailed, find_in_traced, run_phases, r
 from conformance.runner.placement import Activities, SessionConfig, Where
 from conformance.runner.preflight import Refusals
 from conformance.spec.conventions import Conventions, of_oracle
-from conformance.spec.known_defects import Known, defects_of, means_of_means
+from conformance.spec.known_defects import Known, bugs, defects_of, means_of_means
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import Observable
 from conformance.spec.precision import FLOAT64
@@ -242,8 +242,10 @@ class CellRunner:
             return replace(verdict, reason=f"{verdict.reason}; {expected.unnamed}")
         if verdict.state != "differs" or expected.known or cell.faults or cell.scenario.tier.is_half:
             return verdict
-        means = means_of_means(cell.scenario, cell.phases[0].layout)
-        return explained(verdict, str(cell), records, candidates=expected.undeclared, means=means, **options)
+        layout = cell.phases[0].layout
+        tried = () if is_large(cell.scenario) else bugs(cell.scenario, layout)  # each needs a run of the oracle
+        options |= {"candidates": expected.undeclared, "means": means_of_means(cell.scenario, layout), "bugs": tried}
+        return explained(verdict, str(cell), records, **options)
 
     def _judged_by_oracles(self, cell: Cell, records: Sequence[Path], **options: Any) -> Verdict:
         """Judges the records, in a process beside this one if there are judges."""

@@ -10,7 +10,7 @@ match the cell. This module only describes defects; conformance.oracle.defects i
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
@@ -18,6 +18,8 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError
 from conformance.spec.conventions import Number, OracleConvention, model_config
 from conformance.spec.layout import AXES, OPTIONS, Layout
+from conformance.spec.objectives import Grpo
+from conformance.spec.observables import CONFIGURATION
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario
 
@@ -147,6 +149,145 @@ def means_of_means(scenario: Scenario, layout: Layout) -> tuple[MeanOfMeans, ...
     return tuple(MeanOfMeans(parts=n, of=of) for n, of in names.items() if n > 1 and rows % n == 0)
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ClippedBeforeReduction:
+    """Clips the gradients of each of ``ranks`` data-parallel ranks by their own norm, before they are added up.
+
+    ``averaged``: ranks average their gradients, so those of one rank are ``ranks`` times its part of the sum.
+    """
+
+    kind: Literal["clipped-before-reduction"] = "clipped-before-reduction"
+    ranks: Several
+    averaged: bool
+    max_norm: float
+
+    stages: ClassVar[tuple[str, ...]] = ("gradients",)
+    beside: ClassVar[tuple[str, ...]] = ("gradient norm",)  # a rank may report that of its own gradients
+
+    @property
+    def words(self) -> str:
+        of = "averaged" if self.averaged else "summed"
+        return f"gradients that each data-parallel rank clips by their own norm before they are {of} over ranks"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LostMicroBatches:
+    """Leaves micro-batches of every rank out of what ``of`` names.
+
+    ``lost``: the last one, or all but the last. ``data_ranks``, ``micro_batches``: how the rows of an optimizer step
+    are divided.
+    """
+
+    kind: Literal["lost-micro-batches"] = "lost-micro-batches"
+    lost: Literal["the last micro-batch", "all micro-batches but the last"]
+    of: Literal["gradients", "gradients and loss", "gradients, loss and token count"]
+    data_ranks: Number
+    micro_batches: Several
+
+    stages: ClassVar[tuple[str, ...]] = ("log-probs", "loss", "gradients")
+    beside: ClassVar[tuple[str, ...]] = (CONFIGURATION.stage, "log-probs")  # of rows that ranks may or may not compute
+
+    @property
+    def words(self) -> str:
+        return f"{self.of} without {self.lost} of an accumulation"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainedPrompts:
+    """Trains on every token of a document but its first, whether or not it is a target."""
+
+    kind: Literal["trained-prompts"] = "trained-prompts"
+
+    stages: ClassVar[tuple[str, ...]] = ("log-probs", "loss", "gradients")
+    beside: ClassVar[tuple[str, ...]] = (CONFIGURATION.stage, "log-probs")  # ranks may show those of targets only
+    words: ClassVar[str] = "training on all tokens, prompts as well as answers"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AdvantagesOfAll:
+    """Divides advantages by the standard deviation of the rewards of all responses of a rollout, instead of those of a
+    group. ``centred``: subtracts the mean of all, too."""
+
+    kind: Literal["advantages-of-all"] = "advantages-of-all"
+    centred: bool
+
+    stages: ClassVar[tuple[str, ...]] = ("advantages",)
+    beside: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def words(self) -> str:
+        numbers = "the mean and the standard deviation" if self.centred else "the standard deviation"
+        return f"advantages normalised with {numbers} of all responses of the rollout instead of the group's"
+
+
+UPDATES = ("clipped update", "weights after N steps")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class L2Decay:
+    """Adds weight decay times the weight to the gradient of AdamW (L2, as Adam has it) instead of decoupling it.
+
+    ``everything``: of norms and biases as well.
+    """
+
+    kind: Literal["l2-decay"] = "l2-decay"
+    everything: bool
+
+    stages: ClassVar[tuple[str, ...]] = UPDATES
+    beside: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def words(self) -> str:
+        all_of_them = ", of norms and biases as well" if self.everything else ""
+        return f"weight decay added to gradients (Adam with L2) instead of decoupled as in AdamW{all_of_them}"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LostDecay:
+    """Leaves parameters out of AdamW's weight decay."""
+
+    kind: Literal["lost-decay"] = "lost-decay"
+    of: Literal["the embedding", "the embedding and the output head", "any parameter"]
+
+    stages: ClassVar[tuple[str, ...]] = UPDATES
+    beside: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def words(self) -> str:
+        return f"no weight decay of {self.of}"
+
+
+Bug = ClippedBeforeReduction | LostMicroBatches | TrainedPrompts | AdvantagesOfAll | L2Decay | LostDecay
+
+
+def bugs(scenario: Scenario, layout: Layout) -> tuple[Bug, ...]:
+    """Returns common bugs that could change a cell.
+
+    stages: where such a bug can be found first, if the first step is read. beside: stages that may differ from the
+    oracle with the bug, because trainers with the bug differ there. words: what a trainer with the bug does.
+    """
+    o, optimizer, found = scenario.objective, scenario.optimizer, list[Bug]()
+    if scenario.accumulation > 1:
+        rows: Any = {"data_ranks": layout.data, "micro_batches": scenario.accumulation}
+        last, others = "the last micro-batch", "all micro-batches but the last"
+        lost = [(last, "gradients"), (others, "gradients")]
+        if o.kind in BY_TOKENS:
+            lost += [(last, "gradients and loss"), (last, "gradients, loss and token count")]
+        found += [LostMicroBatches(**rows, lost=one, of=of) for one, of in lost]  # type: ignore[arg-type]
+    if o.kind == "sft":
+        found.append(TrainedPrompts())
+    if isinstance(o, Grpo) and o.adv_estimator == "grpo" and o.norm_adv_by_std_in_grpo:
+        found += [AdvantagesOfAll(centred=centred) for centred in (True, False)]
+    if optimizer.max_grad_norm and layout.data > 1:
+        clipped: Any = {"ranks": layout.data, "max_norm": optimizer.max_grad_norm}
+        found += [ClippedBeforeReduction(averaged=averaged, **clipped) for averaged in (True, False)]
+    if optimizer.weight_decay and optimizer.name == "adamw":
+        found += [L2Decay(everything=everything) for everything in (False, True)]
+        parts: tuple[Any, ...] = ("the embedding", "the embedding and the output head", "any parameter")
+        found += [LostDecay(of=of) for of in parts]
+    return tuple(found)
+
+
 Defect = (
     OracleConvention
     | CountsByLastTokens
@@ -158,6 +299,12 @@ Defect = (
     | LostEmbeddingGradient
     | OrthogonalizedShares
     | MeanOfMeans
+    | ClippedBeforeReduction
+    | LostMicroBatches
+    | TrainedPrompts
+    | AdvantagesOfAll
+    | L2Decay
+    | LostDecay
 )
 _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, Field(discriminator="kind")], ...])
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from conformance.judge.provenance import _check_phase
 from conformance.judge.rebuilt import MOMENT_ROUNDINGS, REBUILT_ROUNDINGS, _reported, errors_of_muon
 from conformance.judge.tolerance import ROUNDING
 from conformance.judge.verdict import judge
+from conformance.oracle.defects import WithDecayOfAll
 from conformance.oracle.optimizer import COEFFICIENTS, SMALLEST, Muon, clip_factor, make_optimizer
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record, RecordWriter, read_record
@@ -57,7 +57,7 @@ def no_decay(optimizer: Any, weights: Tensors, lr: float) -> None:
 
 
 def norms_decay(optimizer: Any, weights: Tensors, lr: float) -> None:
-    optimizer._variant = SimpleNamespace(decays=lambda _: True)
+    optimizer._variant = WithDecayOfAll()
 
 
 def second_moments_in_bf16(optimizer: Any, weights: Tensors, lr: float) -> None:
@@ -196,7 +196,7 @@ def test_the_rounding_of_a_moment_is_bounded(optimizer: dict[str, Any], key: str
     for step in range(5):
         weight.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
         gradient, _ = {"w": weight.grad.double()}, library.step()
-        off = (replayed.gradient_of("w", library.state[weight][key].double()) - gradient["w"]).abs()
+        off = (replayed.gradient_of("w", library.state[weight][key].double(), gradient["w"]) - gradient["w"]).abs()
         replayed.step(gradient, gradient, 0.0)
         sizes.step(gradient, {"w": gradient["w"].abs()}, 0.0)
         allowed = MOMENT_ROUNDINGS * 2.0**-24 * sizes.gradient_rounding("w")
