@@ -243,7 +243,8 @@ def test_of_two_logs_without_steps_one_may_be_longer_if_both_begin_alike(
 ) -> None:
     for name, chosen in (("whole.jsonl", range(60)), ("part.jsonl", lines)):
         (tmp_path / name).write_text("".join(f'{{"loss": {2 + math.exp(-n / 20)}, "lr": 0.1}}\n' for n in chosen))
-    assert diff(f"{tmp_path}/whole.jsonl{suffix}", f"{tmp_path}/part.jsonl{suffix}") == code
+    logs = f"{tmp_path}/whole.jsonl{suffix}", f"{tmp_path}/part.jsonl{suffix}"
+    assert diff(*logs, "--out", tmp_path / "page") == code
     told = capsys.readouterr().out
     refusal = (
         "whole.jsonl names no steps, and nothing tells which of the 6 lines of part.jsonl, which names none either,"
@@ -251,7 +252,9 @@ def test_of_two_logs_without_steps_one_may_be_longer_if_both_begin_alike(
     )
     assert (refusal in told) == (code == 3)
     assert ("whole.jsonl (JSON lines, lines 1 to 60)" in told) == (not suffix)
-    assert ("first outside" in told) == ("Allowed is" in told) == (code != 3)
+    page = (tmp_path / "page" / "diff.html").read_text(encoding="utf-8")
+    for shown in (told, page):
+        assert ("first outside" in shown) == ("Allowed is" in shown) == (code != 3)
 
 
 def test_means_beside_numbers_of_single_steps_are_a_likely_cause(
