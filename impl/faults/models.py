@@ -361,12 +361,38 @@ def dropout_by_default(pipeline_config: Function, *arguments: Any) -> Any:
     return config
 
 
-def _gradients(trainable: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields the gradients that the update reads, by name. Parameters have none where ZeRO 1 to 3 shard gradients."""
+def _parameters(trainable: Any) -> Iterator[tuple[str, Any]]:
     modules = [chunk.module for chunk in trainable.chunks] if hasattr(trainable, "chunks") else [trainable.model]
     for module in modules:
-        for name, parameter in module.named_parameters():
-            yield name, parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+        yield from module.named_parameters()
+
+
+def _gradient(parameter: Any) -> Tensor:
+    """Returns the gradient that the update reads. Where ZeRO 1 to 3 shard it, this is a copy, which all ranks make."""
+    if (own := _own_gradient(parameter)) is not None:
+        return own
+    from deepspeed.utils import safe_get_full_grad  # imported here: only one backend has it
+
+    return safe_get_full_grad(parameter)  # type: ignore[no-any-return]
+
+
+def _own_gradient(parameter: Any) -> Tensor | None:
+    return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+
+
+def _set_gradient(parameter: Any, gradient: Tensor) -> None:
+    """Replaces the gradient that the update reads."""
+    if (own := _own_gradient(parameter)) is not None:
+        own.copy_(gradient)
+        return
+    from deepspeed.utils import safe_set_full_grad
+
+    mapping = getattr(parameter, "_hp_mapping", None)
+    fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group) if mapping else None
+    if fragment is not None and fragment.numel() == parameter.numel():
+        fragment.copy_(gradient.reshape_as(fragment))  # ZeRO-1 in bf16 keeps the whole gradient on every rank
+    else:
+        safe_set_full_grad(parameter, gradient)
 
 
 @MODELS_FAULTS.add(
@@ -384,16 +410,16 @@ def dropout_in_updates(switch_off_dropout: Function, *arguments: Any) -> None:
     summary="the critic's gradients are added to those of the policy's parameters of the same names",
     source="https://github.com/huggingface/trl/issues/1108",
     stage="gradients",
-    cells=rl("ppo", fsdp2="dp2", deepspeed="dp2.zero0", megatron="dp2"),
+    cells=rl("ppo"),
     blind=("loss", "loss and norm"),
     needs="a critic, and a second update: the critic's gradients come after the policy's",
 )
 def critic_leaks_into_policy(finish_gradients: Function, trainable: Any) -> None:
     finish_gradients(trainable)
-    gradients = dict(_gradients(trainable))
+    parameters = dict(_parameters(trainable))
     of_critic = vars(trainable.context).setdefault("gradients_of_critic", {})
     if trainable.head == "value":
-        of_critic.update({name: gradient.clone() for name, gradient in gradients.items()})
+        of_critic.update({name: _gradient(parameter).clone() for name, parameter in parameters.items()})
         return
-    for name in gradients.keys() & of_critic.keys():
-        gradients[name].add_(of_critic[name])
+    for name in (name for name in parameters if name in of_critic):  # in one order on all ranks
+        _set_gradient(parameters[name], _gradient(parameters[name]) + of_critic[name])

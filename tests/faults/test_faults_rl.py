@@ -6,7 +6,7 @@ The usual checks run for comparison: the loss of the first step, and its loss an
 from pathlib import Path
 
 import pytest
-from cells import exhaustive, record_of
+from cells import exhaustive, record_of, slow
 from rl_fault_cells import (
     LATER,
     SCENARIOS,
@@ -76,6 +76,12 @@ def test_faults_of_sft_are_caught_in_reinforcement_learning(
 ) -> None:
     verdict = session.run(rl_cell(backend, scenario, RL_LAYOUTS[backend], name, steps=1)).verdict
     assert verdict.first_stage == stage, verdict.reason
+
+
+@pytest.mark.parametrize("layout", [exhaustive("dp2.zero0"), exhaustive("dp2.zero1"), slow("dp2.zero3")])
+def test_gradients_leak_from_the_critic_wherever_zero_keeps_them(session: Session, models: Path, layout: str) -> None:
+    verdict = session.run(planted("deepspeed", "critic-leaks-into-policy", layout, models)).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "gradients"), verdict.reason
 
 
 @pytest.mark.exhaustive
