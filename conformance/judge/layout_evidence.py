@@ -67,6 +67,7 @@ SHOWN = "layers compute with the weights that are shown"
 OF_A_LAYER = 4  # products of the linear layers of one layer, where q, k and v are fused, and gate and up
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
 AROUND = 4
+_NORM = re.compile(r"norm\.weight$")  # of parameters that every tensor-parallel rank holds whole
 Shapes = Mapping[str, tuple[int, ...]]
 Truths = Iterator[tuple[str, bool]]  # a claim, and whether it holds
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
@@ -77,8 +78,8 @@ class Sizes:
     """Sizes of the models of a cell. vocabulary: rows of the policy's embedding. adapters: its matrices. columns: of
     all gradients that have a row for each token of the vocabulary. frozen: matrices of linear layers of the policy that
     are not trained. layers: of the policy. sums: least number of sums over tensor-parallel ranks in a forward pass
-    through them. weights, gradients: elements, of all models. experts: elements of the gradients of experts, by layer.
-    linear: of all models that are trained."""
+    through them. weights, gradients: elements, of all models. norms: elements of the gradients of norms. experts:
+    elements of the gradients of experts, by layer. linear: of all models that are trained."""
 
     vocabulary: int
     adapters: int
@@ -88,6 +89,7 @@ class Sizes:
     sums: int
     weights: int
     gradients: int
+    norms: int
     experts: tuple[int, ...]
     linear: Linear
 
@@ -116,6 +118,7 @@ def sizes_of(oracle: Record) -> Sizes:
         sums=layers if second_class(oracle.header) else max(layers, _sums(policy)),
         weights=sum(map(math.prod, loaded.values())),
         gradients=sum(math.prod(shape) for name, shape in first.items() if _is_gradient(name)),
+        norms=sum(math.prod(shape) for name, shape in first.items() if _is_gradient(name) and _NORM.search(name)),
         experts=tuple(experts.values()),
         linear=_linear(policy, first, layers),
     )
@@ -265,7 +268,7 @@ def _work(layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage
     if "dropout" in layout.options:
         yield from mask_claims(layout, step)
     if "remainders" in layout.options:
-        yield remainder_claim(step, sizes.gradients)
+        yield remainder_claim(step, sizes.gradients, copies=(layout.tp - 1) * sizes.norms)
     yield from exchange_claims(
         layout,
         step,

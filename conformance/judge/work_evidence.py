@@ -91,15 +91,17 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         yield below("no rank multiplies more than its share", max(backward), most, unit)
 
 
-def remainder_claim(step: Step, trained: int) -> tuple[str, bool, str]:
+def remainder_claim(step: Step, trained: int, *, copies: int = 0) -> tuple[str, bool, str]:
     """Returns the claim that updates have computed with masters that are parameters and remainders.
 
-    trained: elements of all trained parameters. TransformerEngine's kernel gets remainders as integers.
+    trained: elements of all trained parameters. copies: elements of those that further tensor-parallel ranks hold whole
+    and update as well. TransformerEngine's kernel gets remainders as integers.
     """
     updates = [tuple(update) for rank in step.ranks for update in rank.get("updated", ())]
     numbers = sum(count for *_, count in updates)
-    holds = step.skipped or (numbers >= trained and all(update[:2] == (BF16.name, "int16") for update in updates))
-    where = f"requested {trained} numbers of {BF16.name} with int16, observed {updates} on all ranks"
+    due = trained + copies
+    holds = step.skipped or (numbers >= due and all(update[:2] == (BF16.name, "int16") for update in updates))
+    where = f"requested {due} numbers of {BF16.name} with int16, observed {updates} on all ranks"
     return "masters are parameters and their remainders", holds, where
 
 
