@@ -38,6 +38,7 @@ from conformance.judge.work_evidence import (
     not_proven,
     other_weights,
     remainder_claim,
+    why_unknown,
     work_claims,
     wrong_operands,
 )
@@ -247,7 +248,7 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
             listed["nothing loaded but what was saved"] = None
         ranks = phase.footer.get("evidence", [])
         if any(rank.get("operands") for rank in ranks) and not any(True for _ in other_weights(phase, scenario)):
-            listed[f"that {SHOWN}"] = None
+            listed[f"that {SHOWN} ({why_unknown(phase, scenario)})"] = None
         if ranks and (step := _step_of(phase, ranks)):
             stage, trained = _stage_of(phase), _trained(phase.layout, scenario, sizes)
             work: dict[str, int] = {"layers": sizes.layers, "experts": sum(sizes.experts)}

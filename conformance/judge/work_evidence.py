@@ -32,7 +32,7 @@ from conformance.records.record_format import number
 from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import PolicyGradient
-from conformance.spec.observables import Role
+from conformance.spec.observables import Role, is_unread
 from conformance.spec.precision import BF16
 from conformance.spec.scenario import Scenario, is_adapter
 
@@ -337,6 +337,20 @@ def other_weights(phase: Record, scenario: Scenario) -> Iterator[tuple[int, str]
                 {name for before, now in zip(known, found, strict=True) for name in (before - now) & shown.keys()}
             )
             yield number, f"observed other numbers than those of {', '.join(other[:3])}" if other else ""
+
+
+def why_unknown(phase: Record, scenario: Scenario) -> str:
+    """Says why ``other_weights`` yields no step. The steps of later evidence, and those after which weights are not
+    read, are drawn in each run, so that a cell may have this claim in one run and not in the next."""
+    later = [ranks[0]["step"] for ranks in phase.footer.get("later_evidence", ()) if ranks and "step" in ranks[0]]
+    if not later:
+        return "products were observed at the first step only"
+    hidden = [step.step + 1 for step in phase.steps if is_unread("weight", step.line) and step.step + 1 in later]
+    if hidden:
+        return f"products were observed at step {hidden[0]}, and the weights before it were not read; both are drawn"
+    if not any(_shown_before(phase, step, scenario) for step in later):
+        return "no weight is recorded whole"
+    return "no weight that is recorded whole enters a product as it is"
 
 
 def wrong_operands(phase: Record, scenario: Scenario, layers: int) -> Iterator[tuple[str, int, str]]:

@@ -18,7 +18,7 @@ from conformance.judge.layout_evidence import SHOWN, _all_are_recomputed, unprov
 from conformance.judge.rounding import expert_summands, measure_accumulation_precision, summands_of_steps
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors, noisiest
 from conformance.judge.verdict import _judged_rows, judge
-from conformance.judge.work_evidence import other_weights, sums_of
+from conformance.judge.work_evidence import other_weights, sums_of, why_unknown
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
@@ -59,7 +59,12 @@ def test_layers_compute_with_the_weights_that_are_shown(tmp_path: Path, precisio
     assert found(record, 1, honest, operands(record, 0, "a")) == [(1, other)]
     assert found(record, 1, operands(record, 0, "a", "b"), honest) == [(1, other)]
     assert found(record, 2, operands(record, 0, "a"), honest) == []  # weights after step 1 are not read
-    assert unproven([record], record.scenario, sizes=None) == [f"that {SHOWN}"]  # type: ignore[arg-type]
+    why = "products were observed at step 2, and the weights before it were not read; both are drawn"
+    assert unproven([record], record.scenario, sizes=None) == [f"that {SHOWN} ({why})"]  # type: ignore[arg-type]
+    assert found(record, 1, [], []) == []
+    assert why_unknown(record, record.scenario) == "no weight that is recorded whole enters a product as it is"
+    record.footer["later_evidence"] = []
+    assert why_unknown(record, record.scenario) == "products were observed at the first step only"
 
     def frozen(step: int, values: Values, tensors: Tensors) -> None:
         if step >= 0:
