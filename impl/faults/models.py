@@ -377,7 +377,8 @@ def _gradient(parameter: Any) -> Tensor:
 
 
 def _own_gradient(parameter: Any) -> Tensor | None:
-    return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+    own: Tensor | None = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+    return own
 
 
 def _set_gradient(parameter: Any, gradient: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import slow
 from conftest import make_cell
 from oracle_cells import OracleRuns, as_cell
 
@@ -110,7 +111,7 @@ def test_gradients_of_ranks_are_clipped_by_their_own_norms(sft: OracleRuns) -> N
     halves: Any = {"of": "gradients", "data_ranks": 1, "micro_batches": 2}
     found = []
     for lost in ("the last micro-batch", "all micro-batches but the last"):
-        tensors = sft.record((LostMicroBatches(lost=lost, **halves),)).steps[0].tensors()  # type: ignore[arg-type]
+        tensors = sft.record((LostMicroBatches(lost=lost, **halves),)).steps[0].tensors()
         found.append({n: 2 * t for n, t in tensors.items() if n.startswith("gradient/")})
     clipped = [clip(one, global_norm(one), 0.1) for one in found]
     defect = ClippedBeforeReduction(ranks=2, averaged=True, max_norm=0.1)
@@ -127,10 +128,12 @@ def test_gradients_of_ranks_are_clipped_by_their_own_norms(sft: OracleRuns) -> N
     [
         ("ClipsBeforeReduction", "core-sft-decay", "dp2", "each data-parallel rank clips by their own norm before"),
         ("AddsL2", "core-sft-decay", "dp1", "weight decay added to gradients (Adam with L2) instead of decoupled"),
-        ("DecaysNoEmbedding", "core-sft-decay", "dp1", "no weight decay of the embedding"),
-        ("DropsLastMicroBatch", "core-sft-decay", "dp2", "gradients without the last micro-batch of an accumulation"),
+        slow("DecaysNoEmbedding", "core-sft-decay", "dp1", "no weight decay of the embedding"),
+        slow(
+            "DropsLastMicroBatch", "core-sft-decay", "dp2", "gradients without the last micro-batch of an accumulation"
+        ),
         ("TrainsPrompts", "core-sft-decay", "dp1", "training on all tokens, prompts as well as answers"),
-        ("NormalisesOverRollout", "core-grpo-std", "dp1", "the mean and the standard deviation of all responses"),
+        slow("NormalisesOverRollout", "core-grpo-std", "dp1", "the mean and the standard deviation of all responses"),
     ],
 )
 def test_the_bug_of_a_trainer_is_named(session: Session, target: str, scenario: str, layout: str, words: str) -> None:
@@ -144,11 +147,11 @@ def test_the_bug_of_a_trainer_is_named(session: Session, target: str, scenario: 
 @pytest.mark.parametrize(
     ("target", "scenario", "layout"),
     [
-        ("ClipsTensors", "core-sft-decay", "dp2"),
+        slow("ClipsTensors", "core-sft-decay", "dp2"),
         ("DecaysNoProjection", "core-sft-decay", "dp1"),
-        ("DropsSecondMicroBatch", "core-sft-decay", "dp1"),
-        ("TrainsHalfOfPrompts", "core-sft-decay", "dp1"),
-        ("SubtractsTheMedian", "core-grpo-std", "dp1"),
+        slow("DropsSecondMicroBatch", "core-sft-decay", "dp1"),
+        slow("TrainsHalfOfPrompts", "core-sft-decay", "dp1"),
+        slow("SubtractsTheMedian", "core-grpo-std", "dp1"),
     ],
 )
 def test_a_trainer_with_another_bug_is_not_given_the_name(
@@ -162,6 +165,7 @@ def test_a_trainer_with_another_bug_is_not_given_the_name(
     assert not [one for one in tried if one.words in verdict.reason], verdict.reason
 
 
+@pytest.mark.slow
 def test_an_honest_trainer_agrees(session: Session) -> None:
     for scenario, layout in (("core-sft-decay", "dp2"), ("core-grpo-std", "dp1")):
         verdict = session.run(cell_of(scenario, layout, **(GRPO if "grpo" in scenario else SFT))).verdict

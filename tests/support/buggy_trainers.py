@@ -1,6 +1,7 @@
 """Defines trainers with common bugs, as backends on the plain one: ``buggy_trainers:TrainsPrompts`` is one of them."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
@@ -38,11 +39,12 @@ class AdamTrainable(PlainTrainable):
 
     def clipped(self, norm: float) -> float:
         assert self.config
-        return min(1.0, self.config.max_grad_norm / (norm + 1e-6)) if self.config.max_grad_norm else 1.0
+        limit = self.config.max_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
     def optimizer_step(self) -> float:
         self.optimizer = self.optimizer or self.begin()
-        norm = float(sum(gradient.square().sum() for _, gradient in self.named_tensors("gradient"))) ** 0.5
+        norm = math.hypot(*(float(gradient.norm()) for _, gradient in self.named_tensors("gradient")))
         for _, gradient in self.named_tensors("gradient"):
             gradient.mul_(self.clipped(norm))
         for group in self.optimizer.param_groups:
@@ -82,7 +84,7 @@ class Adam(Plain):
 
 class _ClipsEach(AdamTrainable):
     def finish_gradients(self) -> None:
-        norm = float(sum(gradient.square().sum() for _, gradient in self.named_tensors("gradient"))) ** 0.5
+        norm = math.hypot(*(float(gradient.norm()) for _, gradient in self.named_tensors("gradient")))
         for _, gradient in self.named_tensors("gradient"):
             gradient.mul_(dist.get_world_size()).mul_(self.clipped(norm * dist.get_world_size()))
         super().finish_gradients()
