@@ -3,9 +3,9 @@
 import os
 import re
 import socket
-from pathlib import Path
 
 import pytest
+from worker_group_helpers import no_descriptor_left
 
 from conformance.runtime import messages
 from conformance.runtime.messages import Garbage, Wire, readable, wire_pair
@@ -65,14 +65,13 @@ def test_descriptors_travel_with_a_message(ends: tuple[Wire, Wire], length: int)
 
 
 def test_no_descriptor_of_a_long_message_is_left() -> None:
-    before = set(Path("/proc/self/fd").iterdir())
-    own, theirs = wire_pair()
-    receiver = Wire(theirs)
-    own.send({"text": "x" * LENGTHS[-1]})
-    receiver.receive()
-    own.close()
-    receiver.close()
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    with no_descriptor_left():
+        own, theirs = wire_pair()
+        receiver = Wire(theirs)
+        own.send({"text": "x" * LENGTHS[-1]})
+        receiver.receive()
+        own.close()
+        receiver.close()
 
 
 @pytest.mark.parametrize("packet", [b"no message", b"[1]", b"\xff", b"in the last descriptor"])

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from worker_group_helpers import Runner, is_gone, results
+from worker_group_helpers import Runner, is_gone, no_descriptor_left, results
 
+from conformance.core.process import open_files
 from conformance.runtime import Pool, WorkerGroupConfig
 from conformance.runtime.worker_groups import MOST_RANKS
 
@@ -25,10 +26,6 @@ def run(pool: Pool, tmp_path: Path) -> Runner:
     return Runner(pool, tmp_path)
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_a_worker_group_that_no_host_starts_is_one_line(run: Runner) -> None:
     before = run.pids()
     outcome = run("nothing", size=MOST_RANKS + 1)
@@ -39,16 +36,15 @@ def test_a_worker_group_that_no_host_starts_is_one_line(run: Runner) -> None:
 
 def test_too_few_open_files_are_one_line_and_the_pool_goes_on(run: Runner) -> None:
     ranks = run.pids()
-    before = open_files()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, limits[1]))
-    try:
-        outcome = run("nothing", size=64)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files().total() + 20, limits[1]))
+    with no_descriptor_left():
+        try:
+            outcome = run("nothing", size=64)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert outcome.reason == f"this host cannot start 64 ranks: Too many open files{ADVICE}"
     assert run.pids() == ranks
-    assert open_files() == before
 
 
 def test_start_at_process_limit_fails_and_ends_started_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from worker_group_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
+from worker_group_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, no_descriptor_left, results
 
 from conformance.core import process
 from conformance.core.process import import_uncollected, process_state
@@ -30,20 +30,19 @@ from conformance.runtime.forkserver_client import Forkservers
 def test_dead_forkserver_ends_ranks_and_is_replaced(tmp_path: Path) -> None:
     with Pool(work_dir=tmp_path / "before") as before:
         Runner(before, tmp_path)("pids")  # from now on there is a preload server, which serves all pools
-    fds = set(Path("/proc/self/fd").iterdir())
     work_dir = tmp_path / "work"
-    with Pool(work_dir=work_dir) as pool:
-        run = Runner(pool, tmp_path)
-        first = results(run("pids"))
-        outcome = run("kill_forkserver")
-        assert (outcome.kind, outcome.rank) == ("killed", None)
-        assert "the process that ranks are forked from was killed by SIGKILL" in outcome.reason
-        assert outcome.seconds < 5
-        assert all(is_dead_soon(result["rank"]) for result in first)
-        second = results(run("pids"))
-        assert second[0]["forkserver"] != first[0]["forkserver"]
-    assert all(is_gone(pid) for result in second for pid in result.values())
-    assert set(Path("/proc/self/fd").iterdir()) == fds
+    with no_descriptor_left():
+        with Pool(work_dir=work_dir) as pool:
+            run = Runner(pool, tmp_path)
+            first = results(run("pids"))
+            outcome = run("kill_forkserver")
+            assert (outcome.kind, outcome.rank) == ("killed", None)
+            assert "the process that ranks are forked from was killed by SIGKILL" in outcome.reason
+            assert outcome.seconds < 5
+            assert all(is_dead_soon(result["rank"]) for result in first)
+            second = results(run("pids"))
+            assert second[0]["forkserver"] != first[0]["forkserver"]
+        assert all(is_gone(pid) for result in second for pid in result.values())
     assert list(work_dir.iterdir()) == []
 
 

@@ -1,6 +1,9 @@
 """Runs tasks of tests/support/worker_group_tasks.py, and checks whether processes have ended."""
 
+import contextlib
+import gc
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,24 @@ class Runner:
 def results(outcome: Outcome) -> list[Any]:
     assert outcome.state == "done", outcome.reason
     return outcome.results
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Fails if a descriptor is open afterwards that was not before; those of earlier tests may be closed meanwhile."""
+    gc.collect()
+    before = _descriptors()
+    yield
+    assert not _descriptors() - before
+
+
+def _descriptors() -> set[tuple[str, str]]:
+    """Numbers of descriptors with what they are open on: a number may be given to another file."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found.add((path.name, str(path.readlink())))
+    return found
 
 
 def is_gone(pid: int) -> bool:
