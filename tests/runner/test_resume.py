@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from cells import exhaustive
-from plain_backend import Plain
 from plain_profile import SCENARIO
+from plain_variants import BROKEN
 
 from conformance.backends import registry
-from conformance.backends.protocol import Support
 from conformance.cli import main as cli
 from conformance.cli import run as cli_run
 from conformance.core import io, packages
@@ -23,8 +22,6 @@ from conformance.core.host import FIXTURES
 from conformance.core.io import is_unused, owned
 from conformance.results.run_results import read_run
 from conformance.results.verdict import FAILED_BEFORE, NOT_STARTED, OTHER_CODE
-from conformance.spec.layout import Layout
-from conformance.spec.scenario import Scenario
 from reports.markdown import write_markdown
 
 PROFILE = """
@@ -35,18 +32,7 @@ models = ["llama"]
 layouts = ["dp1", "dp2"]
 precisions = ["fp32"]
 """
-BROKEN = "PARITY_TEST_BROKEN"
 FIRST, SECOND = "tiny/llama/flaky/dp1/fp32", "tiny/llama/flaky/dp2/fp32"
-
-
-class Flaky(Plain):
-    """Fails when it is asked about the layout that the variable BROKEN names."""
-
-    @classmethod
-    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        if str(layout) == os.environ.get(BROKEN):
-            raise ConnectionError("the machine is away")
-        return super().supports(scenario, layout)
 
 
 @contextmanager
@@ -61,12 +47,12 @@ def broken(layout: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("profile")
-    (folder / "tiny.toml").write_text(SCENARIO)
+    (folder / "tiny.toml").write_text(SCENARIO.replace("steps = 2", "steps = 1").replace("rows = 8", "rows = 4"))
     (folder / "mine.toml").write_text(PROFILE.format(folder=folder))
     model = shutil.copytree(FIXTURES / "models" / "llama", folder / "llama")
     data = shutil.copy(FIXTURES / "data" / "word_problems.jsonl", folder)
     own = ["--model", str(model), "--data", str(data)]
-    return ["--backend", "test_resume:Flaky", "--profile", str(folder / "mine.toml"), *own]
+    return ["--backend", "plain_variants:Flaky", "--profile", str(folder / "mine.toml"), *own]
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +236,6 @@ def test_a_run_that_read_other_files_is_not_continued(
 
 OWN = """
 from own_numbers import WRONG
-from cells import exhaustive
 from plain_backend import Plain
 
 class Own(Plain):

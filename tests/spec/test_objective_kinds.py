@@ -1,57 +1,27 @@
 """Objectives: a kind that somebody does not know is named before anything runs, and never trains something else."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 import toy_objectives
 from conftest import make_cell
-from pydantic.dataclasses import dataclass
+from toy_objectives import Nobodys, OfSft, OfTable, OfToys, Willing
 
 import conformance.oracle.objectives
 import impl.objectives.policy_gradient
-from conformance.backends.protocol import BackendEntry, BackendInfo, Supported
+from conformance.backends.protocol import BackendEntry
 from conformance.cli import main as cli
-from conformance.core.errors import STRICT, UsageError
+from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.spec.batch import Batch
 from conformance.spec.objectives import BUILT_IN, Objective, all_observables, objective_to_json, parse_objective
-from conformance.spec.observables import LOGPROBS, LOSS, POLICY, Observable, Reads, Role, stages
+from conformance.spec.observables import stages
 from conformance.spec.offline import Sft
 from conformance.spec.scenario import load_scenario, parse_scenario, scenario_to_json
 
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Nobodys:
-    """An objective that nobody has functions for."""
-
-    kind: Literal["test_objective_kinds:Nobodys"] = "test_objective_kinds:Nobodys"
-    roles: ClassVar[tuple[Role, ...]] = (POLICY,)
-    reads: ClassVar[Reads] = "samples"
-    disable_dropout: ClassVar[bool] = False
-
-    def observables(self) -> tuple[Observable, ...]:
-        return (LOGPROBS, LOSS)
-
-    def annotate(self, batches: list[Batch]) -> list[Batch]:
-        return batches
-
-
-class Willing:
-    """A backend that says yes to every scenario, and does not say what objectives it knows."""
-
-    @classmethod
-    def describe(cls) -> BackendInfo:
-        return BackendInfo(name="willing")
-
-    @classmethod
-    def supports(cls, scenario: object, layout: object) -> Supported:
-        return Supported()
-
-
-WILLING = BackendEntry(name="willing", target="test_objective_kinds:Willing")
+WILLING = BackendEntry(name="willing", target="toy_objectives:Willing")
 
 
 def with_objective(text: str, tmp_path: Path) -> Path:
@@ -138,9 +108,7 @@ def test_every_built_in_kind_has_functions_on_both_sides(kind: str) -> None:
 @pytest.mark.parametrize("side", [conformance.oracle.objectives, impl.objectives.policy_gradient])
 def test_neither_side_takes_an_unknown_kind_for_another(side: Any) -> None:
     who = "the oracle" if "oracle" in side.__name__ else "impl/objectives/policy_gradient.py"
-    with pytest.raises(
-        UsageError, match=rf"{who}.* does not know the objective 'test_objective_kinds:Nobodys' \(known: sft"
-    ):
+    with pytest.raises(UsageError, match=rf"{who}.* does not know the objective 'toy_objectives:Nobodys' \(known: sft"):
         side.functions_of(Nobodys())
 
 
@@ -154,33 +122,21 @@ def test_a_kind_that_the_oracle_does_not_know_is_wrong_usage(tmp_path: Path) -> 
 def test_the_command_line_says_so_in_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_objective('kind = "test_objective_kinds:Nobodys"', tmp_path)
+    with_objective('kind = "toy_objectives:Nobodys"', tmp_path)
     table = 'scenarios = ["mine.toml"]\nmodels = ["llama"]\nlayouts = ["dp1"]\nprecisions = ["exact"]'
     (tmp_path / "profile.toml").write_text(f'description = "x"\n[[cells]]\n{table}\n')
     monkeypatch.chdir(tmp_path)
-    arguments = ["--profile", "profile.toml", "--backend", "test_objective_kinds:Willing", "--out", "out"]
+    arguments = ["--profile", "profile.toml", "--backend", "toy_objectives:Willing", "--out", "out"]
     assert cli.main(["run", *arguments]) == 2
     error = capsys.readouterr().err
-    assert "does not know the objective 'test_objective_kinds:Nobodys'" in error
+    assert "does not know the objective 'toy_objectives:Nobodys'" in error
     assert "Traceback" not in error
     assert not (tmp_path / "out").exists()
 
 
-class OfSft(Willing):
-    objectives = ("sft",)
-
-
-class OfTable(Willing):
-    objectives: ClassVar[Any] = {"sft": object()}
-
-
-class OfToys(Willing):
-    objectives = ("toy_objectives:WeightedSft",)
-
-
 @pytest.mark.parametrize("adapter", [Willing, OfSft, OfTable])
 def test_a_kind_that_the_backend_does_not_know_is_unsupported_by_name(adapter: type[Willing], tmp_path: Path) -> None:
-    entry = BackendEntry(name="willing", target=f"test_objective_kinds:{adapter.__name__}")
+    entry = BackendEntry(name="willing", target=f"toy_objectives:{adapter.__name__}")
     cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=entry, objective=toy_objectives.WeightedSft())
     with Session(SessionConfig(out=tmp_path)) as session:
         assert not session.refusal(make_cell("sft-sgd", "llama", "dp1", "exact", backend=entry))
@@ -191,7 +147,7 @@ def test_a_kind_that_the_backend_does_not_know_is_unsupported_by_name(adapter: t
 
 
 def test_a_kind_that_the_backend_knows_is_run(tmp_path: Path) -> None:
-    entry = BackendEntry(name="willing", target=f"test_objective_kinds:{OfToys.__name__}")
+    entry = BackendEntry(name="willing", target=f"toy_objectives:{OfToys.__name__}")
     cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=entry, objective=toy_objectives.WeightedSft())
     with Session(SessionConfig(out=tmp_path)) as session:
         assert not session.refusal(cell)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from cells import cell_of
 
 from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
@@ -151,6 +150,8 @@ def cell_with(
     model: Path, *, backend: str, scenario: str, layout: str, precision: PrecisionName, trusted: bool = False
 ) -> Cell:
     """A small cell of a model that lies somewhere; what it reads of roll-outs are Llama's, whose tokenizer it has."""
+    from cells import cell_of  # imports pytest and the command line, which ranks of WrongMlp need not
+
     cell = cell_of(backend, scenario, "llama", layout, precision)
     data = replace(cell.scenario.data, path=cell.scenario.data.path.replace("{model}", "llama"))
     phase = cell.phases[0]

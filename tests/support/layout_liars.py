@@ -13,7 +13,6 @@ from conformance.spec.batch import Batch
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from impl.deepspeed import config
-from impl.deepspeed import model as deepspeed_model
 from impl.deepspeed.adapter import DeepspeedBackend
 from impl.fsdp2.adapter import Fsdp2Backend
 from impl.megatron.adapter import MegatronBackend
@@ -95,7 +94,7 @@ class DeepspeedHasSmallBuckets(DeepspeedBackend):
             made["zero_optimization"]["reduce_bucket_size"] = 80_000  # elements, of 97,600
             return made
 
-        with mock.patch.object(deepspeed_model, "training_settings", with_bucket):
+        with mock.patch("impl.deepspeed.model.training_settings", with_bucket):
             return super().setup(*arguments)
 
 

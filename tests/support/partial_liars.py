@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import set_z3_leaf_module
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from conformance.backends.protocol import StepMetrics, TensorKind
@@ -92,6 +91,8 @@ class GathersOneLayer(DeepspeedBackend):
     """Of all but the first layer, ZeRO-3 gathers the weights of each module by itself."""
 
     def setup(self, *arguments: Any) -> dict[str, Any]:
+        from deepspeed.utils import set_z3_leaf_module  # half a second for each rank of another backend
+
         def first_only(model: Any, _: Any) -> None:
             set_z3_leaf_module(model.model.layers[0], True)
 

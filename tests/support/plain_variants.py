@@ -17,6 +17,7 @@ from conformance.spec.conventions import GeneratorsNotSaved
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 
+BROKEN = "PARITY_TEST_BROKEN"
 _cells_before: list[str] = []  # of this process
 
 
@@ -210,3 +211,13 @@ class KilledAlways(Plain):
     def setup(self, *arguments: Any) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
         return super().setup(*arguments)
+
+
+class Flaky(Plain):
+    """Fails when it is asked about the layout that the variable BROKEN names."""
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        if str(layout) == os.environ.get(BROKEN):
+            raise ConnectionError("the machine is away")
+        return super().supports(scenario, layout)

@@ -1,4 +1,4 @@
-"""Defines two objectives outside the suite, each complete in this file.
+"""Defines two objectives outside the suite, each complete in this file, and one that nobody computes.
 
 ``toy_objectives:WeightedSft`` weighs every target token. ``toy_objectives:PolicyAndValue`` trains a policy and a value
 model side by side, with a frozen reference whose log-probs enter the policy's loss.
@@ -13,6 +13,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from conformance.backends.protocol import BackendInfo, Supported
 from conformance.core.errors import STRICT
 from conformance.oracle import objectives as oracle
 from conformance.spec.batch import Batch, Document, Row
@@ -220,3 +221,46 @@ impl.FUNCTIONS |= {
     "toy_objectives:WeightedSft": ImplWeightedSft,
     "toy_objectives:PolicyAndValue": ImplPolicyAndValue,
 }
+
+
+# --- an objective and backends for what is said of kinds that nobody knows ---
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Nobodys:
+    """An objective that nobody has functions for."""
+
+    kind: Literal["toy_objectives:Nobodys"] = "toy_objectives:Nobodys"
+    roles: ClassVar[tuple[Role, ...]] = (POLICY,)
+    reads: ClassVar[Reads] = "samples"
+    disable_dropout: ClassVar[bool] = False
+
+    def observables(self) -> tuple[Observable, ...]:
+        return (LOGPROBS, LOSS)
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return batches
+
+
+class Willing:
+    """A backend that says yes to every scenario, and does not say what objectives it knows."""
+
+    @classmethod
+    def describe(cls) -> BackendInfo:
+        return BackendInfo(name="willing")
+
+    @classmethod
+    def supports(cls, scenario: object, layout: object) -> Supported:
+        return Supported()
+
+
+class OfSft(Willing):
+    objectives = ("sft",)
+
+
+class OfTable(Willing):
+    objectives: ClassVar[Any] = {"sft": object()}
+
+
+class OfToys(Willing):
+    objectives = ("toy_objectives:WeightedSft",)
