@@ -52,13 +52,13 @@ SHOWN: tuple[OracleConvention, ...] = (
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> OracleRuns:
     """GRPO with two mini-batches in two epochs, a moving rate, decay and an entropy bonus: all of SHOWN change it."""
-    cell = make_cell("grpo", "llama", "dp1", "exact", steps=2, rows=8, accumulation=2)
+    cell = make_cell("grpo", "llama", "dp1", "exact", steps=2, rows=4, accumulation=2)
     return OracleRuns(cell, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory: pytest.TempPathFactory) -> OracleRuns:
-    cell = make_cell("ppo", "llama", "dp1", "exact", steps=1, rows=8, accumulation=1)
+    cell = make_cell("ppo", "llama", "dp1", "exact", steps=1, rows=4, accumulation=1)
     return OracleRuns(cell, tmp_path_factory.mktemp("ppo"))
 
 
@@ -115,7 +115,7 @@ def test_whitening_has_an_epsilon_beside_the_count(tmp_path: Path) -> None:
     def flat(record: Record, key: str) -> torch.Tensor:
         return torch.cat([numbers for _, numbers in sorted(rows_of(record, key).items())])
 
-    cell = make_cell("core-ppo-plain", "llama", "dp1", "exact", steps=1, rows=8, accumulation=1)
+    cell = make_cell("core-ppo-plain", "llama", "dp1", "exact", steps=1, rows=4, accumulation=1)
     runs = OracleRuns(cell, tmp_path)
     own, right = runs.record((CountEpsilon(value=0.5, whitening=True),)), runs.record((CountEpsilon(value=0.5),))
     raw = flat(right, "return") - flat(right, "critic.old_value")
@@ -126,7 +126,7 @@ def test_whitening_has_an_epsilon_beside_the_count(tmp_path: Path) -> None:
 
 
 def test_means_of_responses_have_an_epsilon_beside_the_count(tmp_path: Path) -> None:
-    cell = make_cell("core-grpo-seq-mean", "llama", "dp1", "exact", steps=1, rows=8, accumulation=1)
+    cell = make_cell("core-grpo-seq-mean", "llama", "dp1", "exact", steps=1, rows=4, accumulation=1)
     record = OracleRuns(cell, tmp_path).record((CountEpsilon(value=0.5),))
     entropies = rows_of(record, "entropy").values()
     mean = sum(one.sum().item() / (len(one) + 0.5) for one in entropies) / len(entropies)
@@ -157,7 +157,7 @@ def test_a_divided_loss_leaves_the_entropy_bonus(runs: OracleRuns) -> None:
 def test_entropy_is_the_mean_of_means(runs: OracleRuns) -> None:
     record = runs.record((ENTROPY,))
     entropies, rows = rows_of(record, "entropy"), [row.index for row in runs.batches[0].rows]
-    halves = [torch.cat([entropies[row] for row in half]) for half in (rows[:4], rows[4:])]
+    halves = [torch.cat([entropies[row] for row in half]) for half in (rows[:2], rows[2:])]
     assert record.steps[0].value("entropy_loss") == pytest.approx(
         sum(h.mean().item() for h in halves) / 2, rel=1e-12, abs=0
     )
@@ -170,7 +170,7 @@ def test_metrics_are_the_means_of_means(runs: OracleRuns, epsilon: float) -> Non
     record, rows = runs.record((replace(METRICS, epsilon=epsilon),)), [row.index for row in runs.batches[1].rows]
     for key, of_tokens in (("ppo_kl", "approx_kl"), ("ratio_mean", "ratio")):
         found = rows_of(record, of_tokens, step=1)
-        halves = [torch.cat([found[row] for row in half]) for half in (rows[:4], rows[4:])]
+        halves = [torch.cat([found[row] for row in half]) for half in (rows[:2], rows[2:])]
         own, right = (one.steps[1].value(key) for one in (record, runs.record()))
         assert own == pytest.approx(sum(h.sum().item() / (len(h) + epsilon) for h in halves) / 2, rel=1e-12, abs=0)
         assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12, abs=0)
@@ -197,7 +197,7 @@ def test_a_declared_convention_that_shows_is_named(tmp_path: Path, runs: OracleR
 
 
 def test_entropy_by_micro_batch_shows_beside_means_of_sequences(tmp_path: Path) -> None:
-    cell = make_cell("core-grpo-seq-mean", "llama", "dp1", "exact", steps=1, rows=8, accumulation=1)
+    cell = make_cell("core-grpo-seq-mean", "llama", "dp1", "exact", steps=1, rows=4, accumulation=1)
     verdict = judged(OracleRuns(cell, tmp_path), tmp_path / "cell", (ENTROPY,), (ENTROPY,))
     assert (verdict.state, verdict.conventions) == ("conforms", (str(ENTROPY),)), verdict.reason
 

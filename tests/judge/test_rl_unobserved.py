@@ -23,7 +23,7 @@ Runs = OracleRuns
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    cell = make_cell("grpo-half", "llama", "dp1", "bf16", steps=2, rows=8, accumulation=1)
+    cell = make_cell("grpo-half", "llama", "dp1", "bf16", steps=2, rows=4, accumulation=1)
     return OracleRuns(cell, tmp_path_factory.mktemp("runs"))
 
 
@@ -60,12 +60,12 @@ def test_what_decides_an_update_cannot_be_left_out(tmp_path: Path, runs: Runs, k
     assert judged(cell_of(runs, tmp_path / "cell", key), runs).state == "differs"
 
 
-@pytest.mark.parametrize(("key", "off"), [("ppo_kl", 0.05), ("ratio_mean", 1.1), ("ratio_max", 3.0)])
-def test_a_metric_without_rows_is_held_against_the_oracles(tmp_path: Path, runs: Runs, key: str, off: float) -> None:
+def test_metrics_without_rows_are_held_against_the_oracles(tmp_path: Path, runs: Runs) -> None:
     honest = judged(cell_of(runs, tmp_path / "honest", *ROWS), runs)
     assert honest.state == "partly_observed", honest.reason
-    wrong = judged(cell_of(runs, tmp_path / "wrong", *ROWS, values={key: off}), runs)
-    assert (wrong.state, wrong.findings[0].tensor) == ("differs", key)
+    for key, off in (("ppo_kl", 0.05), ("ratio_mean", 1.1), ("ratio_max", 3.0)):
+        wrong = judged(cell_of(runs, tmp_path / key, *ROWS, values={key: off}), runs)
+        assert (wrong.state, wrong.findings[0].tensor) == ("differs", key)
 
 
 @pytest.mark.parametrize(("key", "more"), [("loss", ()), ("reference_kl", ("kl_loss",))])

@@ -43,7 +43,7 @@ def test_a_run_finds_its_backends_ranks_and_reports(folder: Path) -> None:
     backend = ("--profile", write_profile(folder), "--backend", "impl.mine:Mine")
     said = run(folder, *COMMAND, "run", *backend, "--cells", "*/dp2/*", "--out", "out")
     assert said.startswith("pass: 1 pass")
-    assert "report.html" in run(folder, *COMMAND, "report", "out")
+    assert (folder / "out" / "report.html").is_file()
 
 
 def test_functions_leave_the_modules_of_the_user_as_they_were(folder: Path) -> None:
