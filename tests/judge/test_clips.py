@@ -114,19 +114,25 @@ def test_gradients_jump_where_the_distance_to_a_clip_is_zero_and_nowhere_else(
     losses: Iterator[Loss], jumps: int
 ) -> None:
     step, found = 0.02, 0
+
+    def at(loss: Loss, x: float) -> tuple[float, list[float]]:
+        """The gradient, and the distances to clips."""
+        term = loss(numbers := torch.full((2,), x, dtype=F64, requires_grad=True))
+        assert term.loss is not None
+        gradient = torch.autograd.grad(term.loss, numbers)[0].sum().item()
+        return gradient, [d[0].item() for name, d in term.clips.items() if not CLIPPED[name].counted]
+
     for loss in losses:
-        gradients, distances = [], []
-        for number in torch.arange(-3.005, 3.0, step, dtype=F64):
-            x = number.repeat(2).requires_grad_()
-            term = loss(x)
-            assert term.loss is not None
-            gradients.append(torch.autograd.grad(term.loss, x)[0].sum().item())
-            distances.append([d[0].item() for name, d in term.clips.items() if not CLIPPED[name].counted])
-        jumped = [abs(b - a) > max(10 * step, 0.2 * abs(a), 0.2 * abs(b)) for a, b in pairwise(gradients)]
-        pairs = ([*zip(before, after, strict=True)] for before, after in pairwise(distances))
-        crossed = [any(a * b <= 0 and abs(a - b) < 3 * step for a, b in pair) for pair in pairs]
-        assert jumped == crossed
-        found += sum(jumped)
+        places = [(x, *at(loss, x)) for x in torch.arange(-3.005, 3.0, step, dtype=F64).tolist()]
+        for (low, a, before), (high, b, after) in pairwise(places):
+            jumped = abs(b - a) > max(10 * step, 0.2 * abs(a), 0.2 * abs(b))
+            crossed = any(c * d <= 0 and abs(c - d) < 3 * step for c, d in zip(before, after, strict=True))
+            assert jumped == crossed
+            for _ in range(15 if jumped else 0):  # halve the place of the jump
+                middle = (low + high) / 2
+                low, high = (middle, high) if abs((g := at(loss, middle)[0]) - a) < abs(g - b) else (low, middle)
+            assert not jumped or min(map(abs, at(loss, low)[1])) < 1e-5
+            found += jumped
     assert found == jumps
 
 
