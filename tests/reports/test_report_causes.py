@@ -230,6 +230,11 @@ def test_every_finding_that_a_backend_links_to_is_written_up() -> None:
     assert len(names) > 5
 
 
+@pytest.fixture(scope="module")
+def smaller(larger: Path) -> Cell:
+    return next(cell for cell in read_report(larger).cells if cell.id == SMALLER)
+
+
 def cell_with(cell: Cell, right: str, stage: str, **entry: Any) -> Cell:
     """The cell, of which a quantity of one stage is right and one of another stage differs."""
     errors = {right: 0.0, stage: 1.0}
@@ -255,11 +260,10 @@ def cell_with(cell: Cell, right: str, stage: str, **entry: Any) -> Cell:
     ],
 )
 def test_bisect_is_suggested_only_where_a_module_is_wrong(
-    out: Path, stages: str, entry: dict[str, Any], why: str
+    smaller: Cell, stages: str, entry: dict[str, Any], why: str
 ) -> None:
-    cell = next(cell for cell in read_report(out).cells if cell.id == SMALLER)
     found = cell_with(
-        cell, *stages.split(":"), **({"observables": all_observables(Ppo()), "records": ("legs/0",)} | entry)
+        smaller, *stages.split(":"), **({"observables": all_observables(Ppo()), "records": ("legs/0",)} | entry)
     )
     untraced = cell_data(found, Shared())["untraced"]
     assert untraced.startswith(why)

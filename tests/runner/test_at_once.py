@@ -51,7 +51,7 @@ def test_lanes_run_cells_at_once_as_memory_allows(
     fitting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cells = [
-        make_cell("sft-sgd", "llama", "dp2", "exact", backend=PLAIN, seed=seed, rows=6, steps=1) for seed in range(3)
+        make_cell("sft-sgd", "llama", "dp1", "exact", backend=PLAIN, seed=seed, rows=6, steps=1) for seed in range(3)
     ]
     needs = needs_of(cells, resources := host_resources_of(tmp_path))
     memory = total(needs.cells, workers=fitting).host
