@@ -57,6 +57,13 @@ def splitmix64(positions: Tensor, *, seed: int) -> Tensor:
 
 
 @contextmanager
+def without_all_modes() -> Iterator[None]:
+    """Disables all modes inside of the block, and with them subclasses such as DTensor."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
+@contextmanager
 def without_modes(tensor: Tensor) -> Iterator[Tensor]:
     """Yields ``tensor`` detached, and disables all modes inside of the block.
 
@@ -66,7 +73,7 @@ def without_modes(tensor: Tensor) -> Iterator[Tensor]:
     """
     tensor = tensor.detach()
     if type(tensor) is Tensor:
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with without_all_modes():
             yield tensor
     else:
         yield tensor
@@ -133,7 +140,7 @@ def _together(tensors: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
     for key, tensor in tensors.items():
         by_kind[tensor.dtype, tensor.device].append(key)
     found: dict[_Key, Tensor] = {}
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with without_all_modes():
         for keys in by_kind.values():
             pieces = torch.cat([tensors[key].flatten() for key in keys]).cpu()
             sizes = [tensors[key].numel() for key in keys]

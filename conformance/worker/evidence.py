@@ -276,10 +276,10 @@ class Watch(InPlaceOfLifting):
             lifted = lifted_below(func, args, kwargs) if self.lifts and operator.may_be_lifted else None
             given, named = lifted or (args, kwargs)
             if self._reading:
-                result = func(*given, **named)
+                result = operator.call(*given, **named)
             else:
                 before = _generator(args, kwargs) if operator.draws else None
-                result = func(*given, **named)
+                result = operator.call(*given, **named)
                 if before is not None and not before.equal(_generator(args, kwargs)):
                     self._mask(operator, args, result, digest_of(before).hex()[:16])
                 if not types or FakeTensor not in types:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 
 from conformance.numerics.float64_tier import may_be_lifted
 
@@ -53,6 +53,7 @@ class Operator:
     """
 
     func: Any  # keeps the object, and so its id, which OPERATORS is indexed by
+    call: Any  # the same without torch's function in Python around it
     name: str
     kind: str | None
     is_counted: bool
@@ -76,6 +77,7 @@ def operator_of(func: Any) -> Operator:
         draws = torch.Tag.nondeterministic_seeded in func.tags
     found = OPERATORS[id(func)] = Operator(
         func=func,
+        call=func._op if type(func) is OpOverload else func,
         name=name,
         kind=_kind_of(space, name.strip("_")),
         is_counted=space not in COLLECTIVE_SPACES,

@@ -26,7 +26,7 @@ from conformance.core.timeline import own
 from conformance.matrix.cell import Handover, PhaseSpec
 from conformance.models.folders import EMBEDDING, elements_of, weight_shapes
 from conformance.numerics.float64_tier import LeakWatch, exact_tier, settings_of
-from conformance.numerics.sketch import kept, key_of, sketched_above
+from conformance.numerics.sketch import kept, key_of, sketched_above, without_all_modes
 from conformance.oracle.role_model import is_routed
 from conformance.records.step_tensors import RecordWriter
 from conformance.runtime import RankContext, mark
@@ -46,7 +46,9 @@ from conformance.worker.rank_state import (
     generator_digests,
     generator_states,
     goes_on,
+    of_all_ranks,
     pieces,
+    rows_on_first_rank,
     seed_generators,
 )
 from conformance.worker.transformer_engine import float8_state
@@ -366,7 +368,7 @@ class _Observer:
             own.switch("write")
             found = {key: vars(result) for key, result in replicas.items()}
             kinds = [*(["gradient"] if resumes else []), *([] if read else ["weight"])]
-            with torch._C.DisableTorchFunction():  # the modes of the exact tier cost more than the copies of the file
+            with without_all_modes():  # the modes of the exact tier cost more than the copies of the file
                 self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators, unread=kinds)
         own.switch(before_observing)
 
@@ -374,9 +376,7 @@ class _Observer:
         """Writes the footer: ``totals`` and the observations of all ranks. ``memory``: this rank's peaks."""
         # All ranks take part in this collective, so a footer also proves that all of them reached the end.
         evidence = self.evidence or [Watch().to_json()]
-        observed: list[Any] = [None] * self.rank.world_size
-        own_totals = (evidence, memory.read(), memory.read_host(), self.reseeded, self.float8_saved)
-        dist.all_gather_object(observed, own_totals)
+        observed = of_all_ranks((evidence, memory.read(), memory.read_host(), self.reseeded, self.float8_saved))
         if self.writer:
             of_ranks, peaks, host_peaks, reseeded, saved = (list(each) for each in zip(*observed, strict=True))
             first, *later = map(list, zip(*of_ranks, strict=True))
@@ -418,21 +418,13 @@ class _Observer:
 
     def _digests(self) -> list[dict[str, str]]:
         """Returns, for each rank, the digests of its random generators by the generator's name. Collective."""
-        found: list[dict[str, str]] = [{} for _ in range(self.rank.world_size)]
-        dist.all_gather_object(found, generator_digests(self.generators))
-        return found
+        return of_all_ranks(generator_digests(self.generators))
 
     def _rows(self, metrics: StepMetrics) -> dict[str, torch.Tensor]:
         """Gathers the rows of all ranks on rank 0; each row is taken from the first rank that has it. Collective."""
-        own = {
-            f"{key}/{row}": t.detach().cpu()
-            for key, rows in metrics.rows.items()
-            for row, t in rows.items()
-            if t.numel()  # a row without targets has no numbers; backends may return or omit it
-        }
-        gathered: list[dict[str, torch.Tensor] | None] = [None] * self.rank.world_size
-        dist.gather_object(own, gathered if self.rank.rank == 0 else None)
-        return {name: t for of_rank in reversed(gathered) if of_rank for name, t in sorted(of_rank.items())}
+        # A row without targets has no numbers; backends may return or omit it.
+        rows = ((key, row, t) for key, rows in metrics.rows.items() for row, t in rows.items() if t.numel())
+        return rows_on_first_rank({f"{key}/{row}": t for key, row, t in rows})
 
 
 def _library_generators(backend: Backend) -> Mapping[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from conformance.backends.protocol import Shard
 from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG
-from conformance.numerics.sketch import is_small, on_cpu, splitmix64, without_modes
+from conformance.numerics.sketch import is_small, on_cpu, splitmix64, without_all_modes, without_modes
 from conformance.runtime import mark
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE
 
@@ -210,6 +210,42 @@ def _is_among(key: str, value: Any, after: dict[str, Any]) -> bool:
     return all(together.get({"type": "rope_type"}.get(name, name)) == number for name, number in scaling.items())
 
 
+T = TypeVar("T")
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Returns the value of each rank. Collective. Modes are disabled, which cost more than the exchange."""
+    found: list[Any] = [None] * dist.get_world_size()
+    with without_all_modes():
+        dist.all_gather_object(found, value)
+    return found
+
+
+def rows_on_first_rank(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gathers the rows of all ranks on rank 0, and returns there those of the first rank that has each; empty on other
+    ranks. Collective.
+
+    Rows of one dtype are sent end to end, because torch pickles each tensor as a file.
+    """
+    by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
+    for name in sorted(rows):
+        by_dtype[rows[name].dtype].append(name)
+    with without_all_modes():
+        copies = on_cpu((name, row.detach()) for name, row in rows.items())
+        sent = [
+            ([(name, rows[name].shape) for name in names], torch.cat([copies[name].flatten() for name in names]))
+            for names in by_dtype.values()
+        ]
+        gathered: list[Any] = [[]] * dist.get_world_size()
+        dist.gather_object(sent, gathered if dist.get_rank() == 0 else None)
+        return {
+            name: piece.clone().view(shape)
+            for of_rank in reversed(gathered)
+            for shapes, numbers in of_rank
+            for (name, shape), piece in zip(shapes, numbers.split([shape.numel() for _, shape in shapes]), strict=True)
+        }
+
+
 Source = Callable[[], Iterable[Shard]]  # yields this rank's pieces again with every call
 Piece = tuple[str, str, str]  # group, name, region
 HASHED_AT_ONCE = 2**24  # words of 64 bits
@@ -236,9 +272,7 @@ def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
     An entry of ``differing`` has ``name``, ``region``, ``ranks``, and ``relative``: the largest ||x - x_0|| / ||x_0||
     in float64, where x_0 is the piece of the first of these ranks.
     """
-    digests = _digests(groups)
-    everyone: list[dict[Piece, tuple[bytes, int]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, digests)
+    everyone = of_all_ranks(_digests(groups))
     holders: dict[Piece, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(everyone):
         for piece in of_rank:
@@ -312,8 +346,7 @@ def _distances(groups: Mapping[str, Source], first: Mapping[Piece, int]) -> dict
         if copies[0] is not None and piece in copied:
             distances[piece] = _distance(copies[0], copied.pop(piece))
         mark()
-    everyone: list[dict[Piece, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, distances)
+    everyone = of_all_ranks(distances)
     return {piece: max(of_rank[piece] for of_rank in everyone if piece in of_rank) for piece in first}
 
 
@@ -323,8 +356,7 @@ def pieces(groups: Mapping[str, Source]) -> dict[str, dict[str, list[int]]]:
     Two models with a tensor of the same name are merged.
     """
     own_pieces = {(shard.name, shard.region) for source in groups.values() for shard in source()}
-    everyone: list[set[tuple[str, str]]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own_pieces)
+    everyone = of_all_ranks(own_pieces)
     holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, of_rank in enumerate(everyone):
         for name, region in sorted(of_rank):

@@ -73,10 +73,14 @@ def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
                 batches[tensors[i].device_mesh, of_tensor[0].axis, tensors[i].dtype].append(i)
         for (mesh, axis, _), members in batches.items():
             at = [left[i].pop(0) for i in members]
-            parts = [full[i].movedim(cut.dim, 0) for i, cut in zip(members, at, strict=True)]
-            wholes = _gather(parts, [cut.length for cut in at], mesh.get_group(axis), mesh.size(axis))
-            for i, cut, whole in zip(members, at, wholes, strict=True):
-                full[i] = whole.movedim(0, cut.dim).contiguous()
+            with (
+                torch._C.DisableTorchFunction(),
+                torch._C._DisableTorchDispatch(),
+            ):  # modes, which cost more than copies
+                parts = [full[i].movedim(cut.dim, 0) for i, cut in zip(members, at, strict=True)]
+                wholes = _gather(parts, [cut.length for cut in at], mesh.get_group(axis), mesh.size(axis))
+                for i, cut, whole in zip(members, at, wholes, strict=True):
+                    full[i] = whole.movedim(0, cut.dim).contiguous()
     return full
 
 
