@@ -1,4 +1,4 @@
-"""Computes a scenario from the papers, in a single process and one document at a time.
+"""Computes a scenario from the papers, in a single process, document by document.
 
 Every backend is judged against this package (docs/principles.md). It shares no code with ``impl/`` and uses
 transformers' modelling code only for models that it does not know. The code is slow and plain on purpose, and meant to

@@ -5,6 +5,8 @@ attention is that of DeepSeek-V2, arXiv 2405.04434 section 2.1.2 and 2.1.3 (equa
 2412.19437 section 2.1.1. Gated DeltaNet is arXiv 2412.06464 (equation 10 and section 3.4), token by token.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,6 +15,8 @@ from torch.nn import functional as F
 
 from conformance.models.components import Attention, GatedDeltaNet, LatentAttention, Norm
 from conformance.oracle.primitives import Module, Policy, Table, Weights, linear, rms_norm, rotate
+
+LONG = 2**18  # scores of a head; glibc takes blocks above 32 MiB from the kernel each time, and clears them
 
 
 def hidden_keys(tokens: int, window: int | None) -> Tensor:
@@ -24,6 +28,42 @@ def hidden_keys(tokens: int, window: int | None) -> Tensor:
     distance = position[:, None] - position
     hidden = distance < 0
     return hidden if window is None else hidden | (distance >= window)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Says what the queries of one document of T tokens do not see.
+
+    hidden: of ``hidden_keys``, (T, T). blind: (T,), True for queries that see no key, whose output is 0; None if each
+    sees one. Only a defect makes a query blind.
+    """
+
+    hidden: Tensor
+    blind: Tensor | None
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> "Mask":
+        blind = hidden.all(dim=1)
+        return cls(hidden & ~blind[:, None], blind) if bool(blind.any()) else cls(hidden, None)
+
+    def to(self, device: torch.device) -> "Mask":
+        return Mask(self.hidden.to(device), None if self.blind is None else self.blind.to(device))
+
+
+def by_document(run: Callable[..., Tensor], masks: Sequence[Mask], *tensors: Tensor) -> Tensor:
+    """Runs attention within each document by itself. ``tensors``: queries, keys and values, each (T, H, E), of
+    documents that lie end to end."""
+    found = []
+    for mask, *own in zip(masks, *(tensor.split([len(m.hidden) for m in masks]) for tensor in tensors), strict=True):
+        mixed_THE = run(*own, hidden=mask.hidden)
+        found.append(mixed_THE if mask.blind is None else mixed_THE.masked_fill(mask.blind[:, None, None], 0.0))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, *, hidden: Tensor, scale: float) -> Tensor:
+    """Computes ``attend`` with torch's kernel, which rounds in its own way."""
+    q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    return F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=scale)[0].transpose(0, 1)
 
 
 def attend(
@@ -39,14 +79,21 @@ def attend(
 ) -> Tensor:
     """Computes softmax(q k^T * scale) v per head (arXiv 1706.03762 equation 1).
 
+    On CPUs, heads of long documents are computed one after another, which changes no bit.
+
     ``q``, ``k``, ``v`` and the result: (T, H, E). ``hidden``: (T, T) of ``hidden_keys``. ``stable``: dtype of the
     softmax. ``softcap``: scores s become softcap * tanh(s / softcap) (arXiv 2408.00118 section 2). ``sinks``: (H,), the
     score of every query for a key without a value, which only adds to the denominator (arXiv 2508.10925 section 2.2).
     """
-    scores_HTT = (q.transpose(0, 1) @ k.permute(1, 2, 0)) * scale
+    if q.is_cpu and len(q) ** 2 > LONG and q.shape[1] > 1:
+        of_heads = zip(*(tensor.split(1, dim=1) for tensor in (q, k, v)), strict=True)
+        sinks_of_heads = sinks.split(1) if sinks is not None else [None] * q.shape[1]
+        run = partial(attend, hidden=hidden, scale=scale, stable=stable, softcap=softcap)
+        return torch.cat([run(*own, sinks=s) for own, s in zip(of_heads, sinks_of_heads, strict=True)], dim=1)
+    scores_HTT = (q.transpose(0, 1) @ k.permute(1, 2, 0)).mul_(scale)
     if softcap is not None:
         scores_HTT = torch.tanh(scores_HTT / softcap) * softcap
-    scores_HTT = scores_HTT.masked_fill(hidden, -torch.inf)
+    scores_HTT = scores_HTT.masked_fill_(hidden, -torch.inf)
     if sinks is not None:
         scores_HTT = torch.cat([scores_HTT, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
     probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=stable)[..., : len(k)].to(v.dtype)
@@ -54,30 +101,28 @@ def attend(
 
 
 def attention(
-    x: Tensor, w: Weights, a: Attention, norm: Norm, *, table: Table, hidden: Tensor, policy: Policy, module: Module
+    x: Tensor,
+    w: Weights,
+    a: Attention,
+    norm: Norm,
+    *,
+    table: Table,
+    masks: Sequence[Mask],
+    policy: Policy,
+    module: Module,
 ) -> Tensor:
-    """Computes causal grouped-query attention of one document, ``x`` (T, D).
-
-    The output of a query that sees no key is 0; only a defect causes such a query.
-    """
+    """Computes causal grouped-query attention within each document, ``x`` (T, D)."""
     q_THE, k_TKE, v_TKE, gate_THE = _projected(x, w, a, norm, policy, module)
     q_THE, k_TKE = rotate(q_THE, table), rotate(k_TKE, table)
     # Query head h reads kv head h // (H / K).
     k_THE = k_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
     v_THE = v_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
-    blind = hidden.all(dim=1)
-    if sees_nothing := bool(blind.any()):
-        hidden = hidden & ~blind[:, None]
     sinks_H = w["self_attn.sinks"] if a.sinks else None
     if policy.fused and a.softcap is None and sinks_H is None:  # torch's kernel has neither
-        q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
-        mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.scale)[0]
-        mixed_THE = mixed_HTE.transpose(0, 1)
+        run: Callable[..., Tensor] = partial(fused, scale=a.scale)
     else:
-        run = partial(attend, hidden=hidden, scale=a.scale, stable=policy.stable, softcap=a.softcap, sinks=sinks_H)
-        mixed_THE = run(q_THE, k_THE, v_THE)
-    if sees_nothing:
-        mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
+        run = partial(attend, scale=a.scale, stable=policy.stable, softcap=a.softcap, sinks=sinks_H)
+    mixed_THE = by_document(run, masks, q_THE, k_THE, v_THE)
     if gate_THE is not None:
         mixed_THE = mixed_THE * torch.sigmoid(gate_THE)
     return linear(mixed_THE.reshape(len(x), a.heads * a.head_dim), w, "self_attn.o_proj", module)
@@ -106,9 +151,9 @@ def _projected(
 
 
 def latent_attention(
-    x: Tensor, w: Weights, a: LatentAttention, *, table: Table, hidden: Tensor, policy: Policy, module: Module
+    x: Tensor, w: Weights, a: LatentAttention, *, table: Table, masks: Sequence[Mask], policy: Policy, module: Module
 ) -> Tensor:
-    """Computes causal latent attention of one document, ``x`` (T, D). R: the rotated dimensions of a head."""
+    """Computes causal latent attention within each document, ``x`` (T, D). R: the rotated dimensions of a head."""
 
     def normed(name: str, latent: Tensor) -> Tensor:
         return rms_norm(latent, w[f"self_attn.{name}.weight"], a.norm, policy)
@@ -126,12 +171,8 @@ def latent_attention(
         q_THR, k_T1R = _halves(q_THR), _halves(k_T1R)
     q_THE = torch.cat([q_plain, rotate(q_THR, table)], dim=-1)
     k_THE = torch.cat([k_plain, rotate(k_T1R, table).expand(-1, a.heads, -1)], dim=-1)
-    if policy.fused:
-        q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
-        mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.scale)[0]
-        mixed_THE = mixed_HTE.transpose(0, 1)
-    else:
-        mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, scale=a.scale, stable=policy.stable)
+    run = partial(fused, scale=a.scale) if policy.fused else partial(attend, scale=a.scale, stable=policy.stable)
+    mixed_THE = by_document(run, masks, q_THE, k_THE, v_THE)
     return linear(mixed_THE.reshape(len(x), a.heads * a.value_dim), w, "self_attn.o_proj", module)
 
 

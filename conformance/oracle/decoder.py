@@ -17,7 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from conformance.models.components import (
     parameter_shapes,
 )
 from conformance.models.folders import weight_files, weight_shapes
-from conformance.oracle.attention import attention, gated_delta_net, hidden_keys, latent_attention
+from conformance.oracle.attention import Mask, attention, gated_delta_net, hidden_keys, latent_attention
 from conformance.oracle.feed_forward import Routing, feed_forward, stacked, stacked_shapes
 from conformance.oracle.primitives import (
     HONEST,
@@ -66,16 +66,14 @@ def decoder_layer(
     norm: Norm,
     *,
     table: Table | None,
-    hidden: Tensor,
-    lengths: list[int],
+    masks: Sequence[Mask],
     policy: Policy,
     module: Module,
     routing: Routing,
 ) -> Tensor:
     """Computes one layer; ``x`` and the result are (T, D).
 
-    ``w``: the layer's own weights. ``table``: None for linear attention. ``hidden``: (T, T), True for keys that a query
-    must not see. ``lengths``: of the documents.
+    ``w``: the layer's own weights. ``table``: None for linear attention. ``masks``: of the documents.
     """
 
     def normed(name: str | None, x: Tensor) -> Tensor:
@@ -84,14 +82,15 @@ def decoder_layer(
         return module(name, partial(rms_norm, weight=w[name + ".weight"], norm=norm, policy=policy), x)
 
     if isinstance(layer.attention, GatedDeltaNet):
+        lengths = [len(mask.hidden) for mask in masks]
         name, attend = "linear_attn", partial(gated_delta_net, a=layer.attention, lengths=lengths)
     else:
         assert table
         name = "self_attn"
         if isinstance(layer.attention, LatentAttention):
-            attend = partial(latent_attention, a=layer.attention, table=table, hidden=hidden)
+            attend = partial(latent_attention, a=layer.attention, table=table, masks=masks)
         else:
-            attend = partial(attention, a=layer.attention, norm=norm, table=table, hidden=hidden)
+            attend = partial(attention, a=layer.attention, norm=norm, table=table, masks=masks)
     attend = partial(attend, w=w, policy=policy, module=module)
     y = module(name, attend, normed(layer.norms.before_attention, x))
     x = x + normed(layer.norms.after_attention, y)
@@ -180,6 +179,7 @@ def load_weights(
     return {name: weights[name] for name in names}
 
 
+@cache
 def layer_of(name: str) -> str:
     """Returns the prefix of the layer that a parameter belongs to; empty for a parameter outside layers."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -253,15 +253,13 @@ def forward(
     dtypes = {"compute": policy.compute, "stable": policy.stable}
     lengths = [*lengths] or [len(tokens)]
     places = torch.cat([torch.arange(length) for length in lengths])
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    apart = document[:, None] != document
     tables = {
         rotary: [of_place[places] for of_place in rotary_table(max(lengths), rotary, **dtypes)]
         for rotary in {layer.attention.rotary for layer in a.layers}
         if rotary
     }
     masks = {
-        window: variant.hidden_keys(hidden_keys(len(tokens), window) | apart, window)
+        window: [Mask.of(variant.hidden_keys(hidden_keys(length, window), window)) for length in lengths]
         for window in {layer.attention.window for layer in a.layers}
     }
 
@@ -271,7 +269,7 @@ def forward(
         prefix = f"model.layers.{i}."
         own = of_layers[prefix]
         x = x.to(device := next(iter(own.values())).device)
-        table, hidden = None, masks[layer.attention.window].to(device)
+        table, own_masks = None, [mask.to(device) for mask in masks[layer.attention.window]]
         if layer.attention.rotary:
             cos, sin = tables[layer.attention.rotary]
             table = (cos.to(device), sin.to(device))
@@ -289,8 +287,7 @@ def forward(
             layer,
             a.norm,
             table=table,
-            hidden=hidden,
-            lengths=lengths,
+            masks=own_masks,
             policy=policy,
             module=module,
             routing=routing,

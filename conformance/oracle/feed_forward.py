@@ -20,7 +20,7 @@ model does.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,7 +35,7 @@ from conformance.spec.batch import Document, expert_column
 
 @dataclass
 class Routing:
-    """Collects what the routers of one document do, in the order of the layers.
+    """Collects what the routers do in a forward pass, in the order of the layers.
 
     replayed: choices that replace the routers' own, (T, K) for each router; empty if the routers choose.
     weights: for each router (T, X), the factor of each expert's output, 0 where the expert is not chosen.
@@ -73,19 +73,17 @@ class Routing:
         self.probabilities = sums if self.probabilities is None else self.probabilities + sums
         self.squares = squares if self.squares is None else self.squares + squares
 
-    @property
-    def rows(self) -> Tensor:
-        """Returns the weights (T, routers, X) as one vector."""
-        return torch.stack(self.weights, dim=1).detach().flatten()
 
-
-def routing_of(document: Document, routers: int, count: int, key: str) -> Routing:
-    """Returns the routing of a document's forward pass, with choices if its columns hold any under ``key``."""
-    columns: Mapping[str, object] = document.columns
-    if expert_column(0, 0, key) not in columns:
+def routing_of(documents: Sequence[Document], routers: int, count: int, key: str) -> Routing:
+    """Returns the routing of a forward pass of documents, with choices if their columns hold any under ``key``."""
+    if expert_column(0, 0, key) not in documents[0].columns:
         return Routing()
-    layers = ([columns[expert_column(layer, slot, key)] for slot in range(count)] for layer in range(routers))
-    return Routing(replayed=tuple(torch.tensor(slots).T.long() for slots in layers))
+    replayed = []
+    for layer in range(routers):
+        names = [expert_column(layer, slot, key) for slot in range(count)]
+        of_documents = [torch.tensor([document.columns[name] for name in names]) for document in documents]
+        replayed.append(torch.cat(of_documents, dim=1).T.long())
+    return Routing(replayed=tuple(replayed))
 
 
 @dataclass

@@ -46,6 +46,12 @@ class Policy:
     flips: bool | None = None
 
     @property
+    def joins(self) -> bool:
+        """Tells whether several short documents go through a model together: in float64, where rounding hardly depends
+        on the sizes of products. The noise of a precision is that of single documents."""
+        return self.compute == torch.float64 and not self.lookups
+
+    @property
     def before_updates(self) -> "Policy":
         """Returns the policy for the passes over a rollout before its first update: fused wherever rounding matters.
 

@@ -108,8 +108,8 @@ class Decoder(Protocol):
         """Returns the routers in the order of the layers; empty if the model has none or they are unknown."""
         ...
 
-    def routing(self, document: Document, key: str) -> Routing | None:
-        """Returns the routing of a document's forward pass, recorded under ``key``; None without ``routers``."""
+    def routing(self, documents: Sequence[Document], key: str) -> Routing | None:
+        """Returns the routing of a forward pass of documents, recorded under ``key``; None without ``routers``."""
         ...
 
     def parameter_names(self, head: Head) -> tuple[str, ...]:
@@ -233,8 +233,8 @@ class Written:
     def routers(self) -> tuple[MixtureOfExperts, ...]:
         return self.architecture.routers
 
-    def routing(self, document: Document, key: str) -> Routing | None:
-        return routing_of(document, len(self.routers), self.routers[0].chosen, key) if self.routers else None
+    def routing(self, documents: Sequence[Document], key: str) -> Routing | None:
+        return routing_of(documents, len(self.routers), self.routers[0].chosen, key) if self.routers else None
 
     def forward(
         self,

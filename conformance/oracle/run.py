@@ -6,7 +6,7 @@ before its first update, by each model's own weights.
 
 Every cell is compared with the float64 record. The same run in a cell's precision measures the error that this
 precision causes when nothing is wrong. The oracle never packs or pads rows, so a packed row of a backend is compared
-with documents that cannot attend to each other.
+with documents that cannot attend to each other (conformance.oracle.step).
 """
 
 import contextlib

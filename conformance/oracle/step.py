@@ -1,14 +1,16 @@
 """Runs one optimizer step document by document, and the passes over a rollout before its first update.
 
-Rows are never packed or padded here, and gradients are summed over documents.
+Rows are never packed or padded here, and gradients are summed over documents. In float64 short documents go through a
+model together, end to end: each has its own positions and attends to itself only, and every other module computes
+token by token.
 
-The columns that all updates of a rollout read are computed once. Forward passes run document by document over all
+The columns that all updates of a rollout read are computed once. Forward passes run over all documents of all
 mini-batches and give old log-probs, log-probs of the reference and values of the critic. The choices of routers are
 recorded for each pass under a key of its own (conformance.spec.observables.rollout_routing).
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -42,6 +44,7 @@ from conformance.spec.observables import (
 )
 
 EMBEDDING = "model.embed_tokens.weight"
+JOINT_LOGITS = 2**18  # numbers that the logits of several short documents may have together
 
 
 def value_positions(functions: OracleFunctions, document: Document) -> Tensor:
@@ -118,9 +121,10 @@ class Model:
     updates: int = 0
     z_loss: float = 0.0
 
-    def routing(self, document: Document) -> Routing | None:
-        """Returns the routing of the document's forward pass in an update."""
-        return self.decoder.routing(document, model_key(self.role.prefix, ROUTING))
+    @property
+    def routing_key(self) -> str:
+        """Returns the key of the routers' choices in an update."""
+        return model_key(self.role.prefix, ROUTING)
 
     def scale(self, policy: Policy) -> float:
         """Returns the factor of the loss in the backward pass: the loss scale in fp16, otherwise 1."""
@@ -167,7 +171,7 @@ def observe(
     leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
     values: dict[str, float] = defaultdict(float, totals)
     highest: dict[str, float] = {}
-    rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    parts: dict[str, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))  # of rows, by document
     # The outputs of a frozen model over a rollout are already in its columns.
     running = [m for m in models if m.role.trained or objective.reads != "rollouts"]
     if isinstance(functions, PairedFunctions):
@@ -176,66 +180,51 @@ def observe(
     balances = {m.role.name: Balance() for m in running}
     chosen = {m.role.name: _choices(batch, m, policy, variant) for m in running}
     parted = {m.role.name: _loads(batch, m, policy, variant) for m in running}
-    embeds = [m.role for m in running if EMBEDDING in m.trained]
-    shifted = {role.name: Shifted(batch) for role in embeds if shifts and role.head == "value"}
-    pending: list[Tensor] = []  # losses of documents that go through the model together
+    embeds = {m.role.name for m in running if EMBEDDING in m.trained and m.role.head == "value"}
+    shifted = {name: Shifted(batch) for name in embeds if shifts}
+    alone = () if variant.joins(False) else embeds
     looks_up = variant.looks_up_at_once(policy.lookups > 0)
     lookups = {m.role.name: OneLookup(taps.get(m.role.name, NO_TAP)) for m in running if looks_up}
     taps = {**taps, **lookups}
-    for row, outputs in _rows(batch, running, leaves, policy, variant, taps, pending):
-        parts: dict[str, list[Tensor]] = defaultdict(list)
-        of_row = {
-            key: variant.divisor(total, row, batch) if key == TOKEN_COUNT.key else total
-            for key, total in totals.items()
-        }
-        for at, document in enumerate(row.documents):
-            has_targets = any(document.targets)
-            for tap in taps.values() if has_targets else ():
-                tap.begins([(row.index, at, document)])
-            earlier: dict[str, Tensor] = {}
-            for model in running:
-                name, routing = model.role.name, model.routing(document) if model.role.trained else None
-                # A document without targets contributes to the loss of routers only.
-                if not (has_targets or routing):
-                    continue
-                if (output := outputs.get((name, at))) is None:
-                    tokens, tap = torch.tensor(document.tokens), taps.get(name, NO_TAP) if has_targets else NO_TAP
-                    inputs = tokens, leaves[name], policy, variant, tap, routing
-                    output = model.decoder.forward(*inputs, columns=document.columns)
-                loss = torch.zeros((), dtype=policy.stable, device=output.device)
-                if routing:
-                    parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)
+    most = 0 if any(parted.values()) else _tokens_at_once(batch, running, policy)
+    for part in variant.micro_batches([batch.rows], batch):
+        _begin_micro_batch(leaves, variant)
+        totals_of = {row.index: _divisors(totals, row, batch, variant) for row in part}
+        for group in grouped(part, most, variant):
+            earlier: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)  # outputs of a document, by role
+            for model, together in _passes(running, group, alone=alone):
+                name, prefix, scale = model.role.name, model.role.prefix, model.scale(policy)
+                tap, routed = taps.get(name, NO_TAP), model.routing_key if model.role.trained else None
+                passed = _run(together, model, leaves[name], policy, variant, tap, routed=routed)
+                losses: list[Tensor] = []
+                if routing := passed.routing:
+                    for (index, _, _), weights in zip(passed.documents, passed.router_weights, strict=True):
+                        parts[model_key(prefix, ROUTING)][index].append(weights)
                     balances[name].add(routing)
-                    loads = parted[name].get(row.index)
+                    loads = parted[name].get(passed.documents[0][0])
                     share = _router_share(model, routing, chosen[name], tokens_of_step, loads)
-                    loss = loss + share.to(output.device)
-                if not has_targets:
-                    if loss.requires_grad:
-                        (loss * model.scale(policy)).backward()
-                    continue
-                term = functions.term(name, output, document, totals=of_row, earlier=earlier, stable=policy.stable)
-                if model.role.trained:
+                    losses.append(share.to(passed.outputs[0].device))
+                for (index, at, document), output in passed.taught:
+                    before, of_row = earlier[index, at], totals_of[index]
+                    term = functions.term(name, output, document, totals=of_row, earlier=before, stable=policy.stable)
+                    before[name] = output.detach()
+                    values.update({key: values[key] + number for key, number in term.values.items()})
+                    highest |= {key: max(number, highest.get(key, number)) for key, number in term.highest.items()}
+                    for key, tensor in term.recorded.items():
+                        parts[key][index].append(tensor.detach())
+                    if not model.role.trained:
+                        continue
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
+                    losses.append(term.loss)
                     if model.role.head == "value":
                         positions = value_positions(functions, document)
-                        gradient = value_gradient(term.loss, output, positions, scale=model.scale(policy))
-                        parts[model_key(model.role.prefix, VALUE_GRADIENT)].append(gradient)
+                        gradient = value_gradient(term.loss, output, positions, scale=scale)
+                        parts[model_key(prefix, VALUE_GRADIENT)][index].append(gradient)
                         if name in shifted:
                             shifted[name].add(document, output, leaves[name][EMBEDDING], positions)
-                    whole = (term.loss + loss) * model.scale(policy)
-                    if outputs:
-                        pending.append(whole)
-                    else:
-                        whole.backward()
-                earlier[name] = output.detach()
-                for key, number in term.values.items():
-                    values[key] += number
-                for key, number in term.highest.items():
-                    highest[key] = max(number, highest.get(key, number))
-                for key, tensor in term.recorded.items():
-                    parts[key].append(tensor.detach())
-        for key, tensors in parts.items():
-            rows[key][row.index] = torch.cat(tensors)
+                if losses and (whole := sum(losses[1:], losses[0])).requires_grad:
+                    (whole * scale).backward()
+    rows = {key: {index: torch.cat(found) for index, found in of.items()} for key, of in parts.items()}
     for part in batch.micro_batches(dp_rank=0, dp_size=1, accumulation=policy.lookups) if lookups else ():
         for lookup in lookups.values():
             lookup.finish({row.index for row in part})
@@ -243,13 +232,13 @@ def observe(
         if (balance := balances[model.role.name]).probabilities is not None:
             values[model_key(model.role.prefix, ROUTER_LOSS)] = balance.loss(balance.probabilities).item()
             values[model_key(model.role.prefix, ROUTER_Z_LOSS)] = balance.squares / tokens_of_step
-            rows[model_key(model.role.prefix, ROUTER_TERMS)][0] = balance.terms()
+            rows[model_key(model.role.prefix, ROUTER_TERMS)] = {0: balance.terms()}
     gradients = {}
     for model in (model for model in models if model.trained):
         name = variant.runs(model.role.name)
         gradients[name] = variant.reduced(_gradients(batch.step, model, leaves[name], policy))
     norms = {name: found.norms for name, found in shifted.items()}
-    return Observed(gradients=gradients, values=variant.numbers(values) | highest, rows=dict(rows), shifted=norms)
+    return Observed(gradients=gradients, values=variant.numbers(values) | highest, rows=rows, shifted=norms)
 
 
 @torch.no_grad()
@@ -257,13 +246,15 @@ def _look_ahead(
     batch: Batch, models: Sequence[Model], functions: PairedFunctions, policy: Policy, variant: Variant
 ) -> None:
     """Shows the functions the outputs of all documents with targets, before the first of them has a loss."""
-    for document in (document for document in batch.documents if any(document.targets)):
-        outputs = {}
-        for model in models:
-            routing = model.routing(document) if model.role.trained else None
-            tokens = torch.tensor(document.tokens)
-            outputs[model.role.name] = model.decoder.forward(tokens, model.weights, policy, variant, routing=routing)
-        functions.see(document, outputs, stable=policy.stable)
+    for group in grouped(batch.rows, _tokens_at_once(batch, models, policy), variant):
+        outputs: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
+        taught = [placed for placed in group if any(placed[2].targets)]
+        for model in models if taught else ():
+            key = model.routing_key if model.role.trained else None
+            for (index, at, _), output in _run(taught, model, model.weights, policy, variant, routed=key).taught:
+                outputs[index, at][model.role.name] = output
+        for index, at, document in taught:
+            functions.see(document, outputs[index, at], stable=policy.stable)
 
 
 @torch.no_grad()
@@ -272,10 +263,9 @@ def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Ba
     if not (model.decoder.router_loss and model.role.trained):
         return None
     balance = Balance()
-    for document in batch.documents:
-        routing = model.routing(document)
+    for group in grouped(batch.rows, _tokens_at_once(batch, [model], policy), variant):
+        routing = _run(group, model, model.weights, policy, variant, routed=model.routing_key).routing
         assert routing is not None
-        model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant, routing=routing)
         balance.add(routing)
     return balance
 
@@ -288,10 +278,9 @@ def _loads(batch: Batch, model: Model, policy: Policy, variant: Variant) -> dict
     parts = variant.balanced((), batch) if model.decoder.router_loss and model.role.trained else ()
     for part in parts:
         for row in part.rows:
-            routings = [model.routing(document) for document in row.documents]
-            for document, routing in zip(row.documents, routings, strict=True):
-                assert routing is not None
-                model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant, routing=routing)
+            placed = [(row.index, at, document) for at, document in enumerate(row.documents)]
+            runs = (_run([one], model, model.weights, policy, variant, routed=model.routing_key) for one in placed)
+            routings = [run.routing for run in runs]
             loads = [[count for count, _ in routing.loads] for routing in routings if routing is not None]
             counts[row.index] = [torch.stack(of_router).sum(dim=0) for of_router in zip(*loads, strict=True)]
         own = LoadsOfPart(
@@ -306,7 +295,7 @@ def _loads(batch: Batch, model: Model, policy: Policy, variant: Variant) -> dict
 def _router_share(
     model: Model, routing: Routing, step: Balance | None, tokens: int, part: LoadsOfPart | None
 ) -> Tensor:
-    """Returns a document's share of its routers' losses, times their factors; 0 without such losses.
+    """Returns the share that documents have of their routers' losses, times their factors; 0 without such losses.
 
     ``tokens``: number of tokens of the whole step. ``part``: replaces ``step`` if the variant balances parts.
     """
@@ -318,51 +307,120 @@ def _router_share(
     return share + model.decoder.router_loss * (part.loss(routing) if part else step.loss(routing.probabilities))
 
 
-def _rows(
-    batch: Batch,
-    models: Sequence[Model],
-    leaves: Mapping[str, Weights],
+Placed = tuple[int, int, Document]  # the index of the row, the number of the document in the row, and the document
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """Holds what a model gives for documents that went through it together.
+
+    outputs: of each document. routing: of all of them; None for a model without routers.
+    """
+
+    documents: Sequence[Placed]
+    outputs: Sequence[Tensor]
+    routing: Routing | None
+
+    @property
+    def taught(self) -> list[tuple[Placed, Tensor]]:
+        """Returns the documents that have targets, with their outputs."""
+        both = zip(self.documents, self.outputs, strict=True)
+        return [(placed, output) for placed, output in both if any(placed[2].targets)]
+
+    @property
+    def router_weights(self) -> list[Tensor]:
+        """Returns the weights (T, routers, X) of each document as one vector."""
+        if self.routing is None:
+            return [torch.zeros(0) for _ in self.documents]
+        weights = torch.stack(self.routing.weights, dim=1).detach()
+        return [own.flatten() for own in weights.split([len(document.tokens) for *_, document in self.documents])]
+
+
+def _run(
+    documents: Sequence[Placed],
+    model: Model,
+    weights: Weights,
     policy: Policy,
     variant: Variant,
-    taps: Mapping[str, Tap],
-    pending: list[Tensor],
-) -> Iterator[tuple[Row, Mapping[tuple[str, int], Tensor]]]:
-    """Yields the rows in the variant's order; the variant may change accumulated gradients between micro-batches.
+    tap: Tap = NO_TAP,
+    *,
+    routed: str | None = None,
+) -> Passed:
+    """Runs a model on documents together, end to end; those without targets only for the losses of routers.
 
-    If the variant joins a micro-batch, its rows come with their outputs by role and document, and the losses that the
-    caller collects in ``pending`` have one backward pass.
+    ``routed``: the key of the choices that the routers record and may replay; None if nothing of them is kept.
     """
-    for part in variant.micro_batches([batch.rows], batch):
-        for role, own in leaves.items():
-            variant.runs(role)
-            for name, gradient in variant.carried({n: w.grad for n, w in own.items() if w.grad is not None}).items():
-                own[name].grad = gradient
-        if not variant.joins(False):
-            yield from ((row, {}) for row in part)
-            continue
-        outputs: dict[int, dict[tuple[str, int], Tensor]] = defaultdict(dict)
-        for model in models:
-            name = model.role.name
-            joint = _joint_outputs(part, model, leaves[name], policy, variant, taps.get(name, NO_TAP))
-            for (index, at), output in joint.items():
-                outputs[index][name, at] = output
-        yield from ((row, outputs[row.index]) for row in part)
-        if pending:
-            torch.stack(pending).sum().backward()
-            pending.clear()
-
-
-def _joint_outputs(
-    part: Sequence[Row], model: Model, weights: Weights, policy: Policy, variant: Variant, tap: Tap = NO_TAP
-) -> dict[tuple[int, int], Tensor]:
-    """Returns the outputs of the documents of a micro-batch, which go through a model together, by row and document."""
-    documents = [(row.index, at, document) for row in part for at, document in enumerate(row.documents)]
-    lengths = [len(document.tokens) for *_, document in documents]
+    routing = model.decoder.routing([document for *_, document in documents], routed) if routed else None
+    if not (routing or variant.joins(False)):
+        documents = [placed for placed in documents if any(placed[2].targets)]
+    if not documents:
+        return Passed(documents=(), outputs=(), routing=None)
     tokens = torch.tensor([token for *_, document in documents for token in document.tokens])
+    lengths = [len(document.tokens) for *_, document in documents]
     variant.runs(model.role.name)
-    tap.begins(documents)
-    joint = model.decoder.forward(tokens, weights, policy, variant, tap, lengths=lengths)
-    return {(index, at): output for (index, at, _), output in zip(documents, joint.split(lengths), strict=True)}
+    if any(any(document.targets) for *_, document in documents):
+        tap.begins(documents)
+    else:
+        tap = NO_TAP
+    if len(documents) == 1:
+        inputs = tokens, weights, policy, variant, tap, routing
+        outputs: Sequence[Tensor] = [model.decoder.forward(*inputs, columns=documents[0][2].columns)]
+    else:
+        joint = model.decoder.forward(tokens, weights, policy, variant, tap, routing, lengths)
+        outputs = joint.split(lengths, dim=-2)
+    return Passed(documents=documents, outputs=outputs, routing=routing)
+
+
+def _tokens_at_once(batch: Batch, models: Sequence[Model], policy: Policy) -> int:
+    """Returns how many tokens may go through the models together, in several documents; 0 if each goes alone.
+
+    They take as much memory as the longest document, or as little as the logits of a small vocabulary.
+    """
+    if not policy.joins or any(model.decoder.second_class for model in models):
+        return 0
+    longest = max(len(document.tokens) for document in batch.documents)
+    return max(longest, JOINT_LOGITS // max(model.decoder.vocab_size for model in models))
+
+
+def grouped(rows: Sequence[Row], most: int, variant: Variant) -> Iterator[list[Placed]]:
+    """Yields the documents in groups of at most ``most`` tokens, or of one document; all of them if the variant joins
+    a micro-batch."""
+    group: list[Placed] = []
+    tokens = 0
+    for placed in ((row.index, at, document) for row in rows for at, document in enumerate(row.documents)):
+        tokens += len(placed[2].tokens)
+        if group and tokens > most and not variant.joins(False):
+            yield group
+            group, tokens = [], len(placed[2].tokens)
+        group.append(placed)
+    yield group
+
+
+def _passes(
+    models: Sequence[Model], group: list[Placed], *, alone: Collection[str]
+) -> Iterator[tuple[Model, list[Placed]]]:
+    """Yields the models with the documents that go through each together.
+
+    ``alone``: models that take one document at a time, because ``Shifted`` needs the gradient of each.
+    """
+    for model in models:
+        for documents in [[placed] for placed in group] if model.role.name in alone else [group]:
+            yield model, documents
+
+
+def _begin_micro_batch(leaves: Mapping[str, Weights], variant: Variant) -> None:
+    """Lets the variant change accumulated gradients."""
+    for role, own in leaves.items():
+        variant.runs(role)
+        for name, gradient in variant.carried({n: w.grad for n, w in own.items() if w.grad is not None}).items():
+            own[name].grad = gradient
+
+
+def _divisors(totals: Mapping[str, float], row: Row, batch: Batch, variant: Variant) -> dict[str, float]:
+    """Returns the sums over the step by which the terms of a row are divided."""
+    return {
+        key: variant.divisor(total, row, batch) if key == TOKEN_COUNT.key else total for key, total in totals.items()
+    }
 
 
 def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weights:
@@ -449,46 +507,22 @@ def run_rollout_pass(
     for model in (model for model in models if functions.needs_rollout_pass(model.role.name)):
         key, outputs = rollout_routing(model.role.prefix, trained=model.role.trained), []
         for number, batch in enumerate(batches):
+            numbers: dict[tuple[int, int], Tensor] = {}
             routed: dict[int, list[Tensor]] = defaultdict(list)
-            joint: dict[tuple[int, int], Tensor] = {}
-            for part in variant.micro_batches([batch.rows], batch) if variant.joins(False) else ():
-                joint |= _joint_outputs(part, model, model.weights, policy, variant)
-            outputs.append(
-                [
-                    _document_numbers(
-                        model, document, functions, policy, variant, key, routed[row.index], joint.get((row.index, at))
-                    )
-                    for row in batch.rows
-                    for at, document in enumerate(row.documents)
-                ]
-            )
+            most = _tokens_at_once(batch, [model], policy)
+            for part in variant.micro_batches([batch.rows], batch) if variant.joins(False) else [batch.rows]:
+                for group in grouped(part, most, variant):
+                    passed = _run(group, model, model.weights, policy, variant, routed=key)
+                    for (index, at, document), output in passed.taught:
+                        kept = functions.rollout_numbers(model.role.name, output, document, stable=policy.stable)
+                        numbers[index, at] = kept
+                    for (index, _, _), weights in zip(passed.documents, passed.router_weights, strict=True):
+                        routed[index].append(weights)
+            none = torch.zeros(0, dtype=policy.stable)
+            places = ((row.index, at) for row in batch.rows for at, _ in enumerate(row.documents))
+            outputs.append([numbers.get(place, none) for place in places])
             if model.decoder.routers:
                 rows[number][key] = {row: torch.cat(parts) for row, parts in routed.items()}
         found[model.role.name] = outputs
     made = functions.annotate(batches, found, stable=policy.stable)
     return [AnnotatedBatch(batch, of) for batch, of in zip(made, rows, strict=True)]
-
-
-def _document_numbers(
-    model: Model,
-    document: Document,
-    functions: RolloutFunctions,
-    policy: Policy,
-    variant: Variant,
-    key: str,
-    routed: list[Tensor],
-    output: Tensor | None,
-) -> Tensor:
-    """Returns the numbers of one document, (targets,), and appends its router weights to ``routed``. ``output``: of the
-    model, if the document went through it with others."""
-    routing = model.decoder.routing(document, key)
-    if not (any(document.targets) or routing):
-        return torch.zeros(0, dtype=policy.stable)
-    if output is None:
-        tokens = torch.tensor(document.tokens)
-        output = model.decoder.forward(tokens, model.weights, policy, variant, routing=routing)
-    if routing:
-        routed.append(routing.rows)
-    if not any(document.targets):
-        return torch.zeros(0, dtype=policy.stable)
-    return functions.rollout_numbers(model.role.name, output, document, stable=policy.stable)

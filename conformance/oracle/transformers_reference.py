@@ -181,7 +181,7 @@ class TransformersDecoder:
     router_loss = 0.0
     routers = ()
 
-    def routing(self, document: Document, key: str) -> None:
+    def routing(self, documents: Sequence[Document], key: str) -> None:
         return None
 
     def forward(

@@ -22,13 +22,14 @@ from conformance.core.host import FIXTURES
 from conformance.models.components import Attention
 from conformance.models.families import read_architecture
 from conformance.numerics.float64_tier import Leak, LeakWatch, exact_tier
+from conformance.oracle import attention
 from conformance.oracle.attention import delta_rule
 from conformance.oracle.decoder import is_buffer, load_weights
 from conformance.oracle.optimizer import AdamW, Sgd, clip, global_norm
-from conformance.oracle.primitives import NO_TAP, OneLookup, Policy, Weights, frequencies
+from conformance.oracle.primitives import HONEST, NO_TAP, OneLookup, Policy, Weights, frequencies
 from conformance.oracle.role_model import Written
 from conformance.oracle.run import POLICIES
-from conformance.oracle.step import Model, Observed, observe
+from conformance.oracle.step import Model, Observed, grouped, observe
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.observables import POLICY
 from conformance.spec.offline import Sft
@@ -151,6 +152,38 @@ def test_joint_documents_equal_single_ones(family: str) -> None:
     tokens = torch.tensor([token for d in DOCUMENTS for token in d.tokens])
     joint = model.decoder.forward(tokens, model.weights, FLOAT64, lengths=lengths)
     assert relative(joint, torch.cat(oracle(family).logits)) < 1e-14
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-next", "deepseek-v2"])
+def test_step_of_joint_documents_equals_that_of_single_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    joint = observe_sft(BATCH, family)
+    monkeypatch.setattr(Policy, "joins", False)
+    single = observe_sft(BATCH, family)
+    assert worst(joint.gradients["policy"], single.gradients["policy"]) < 1e-13
+    assert joint.values == pytest.approx(single.values, rel=1e-14)
+    assert joint.rows.keys() == single.rows.keys()
+    for key, rows in single.rows.items():
+        assert joint.rows[key].keys() == rows.keys()
+        assert all(relative(joint.rows[key][row], rows[row]) < 1e-13 for row in rows)
+
+
+def test_documents_are_joint_up_to_a_number_of_tokens() -> None:
+    lengths = [[len(d.tokens) for *_, d in group] for group in grouped(BATCH.rows, 40, HONEST)]
+    assert lengths == [[40], [5, 13, 6]]
+    assert all(len(group) == 1 for group in grouped(BATCH.rows, 0, HONEST))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_heads_one_after_another_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(70, 4, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    hidden, sinks, found = attention.hidden_keys(70, 20), torch.ones(4, dtype=dtype), []
+    run = partial(attention.attend, hidden=hidden, scale=0.3, softcap=5.0, sinks=sinks)
+    for limit in (70 * 70, 0):
+        monkeypatch.setattr(attention, "LONG", limit)
+        output = run(q, k, v, stable=torch.promote_types(dtype, torch.float32))
+        found.append((output, *torch.autograd.grad(output.square().sum(), (q, k, v))))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def router_loss(model: torch.nn.Module, documents: list[tuple[Tensor, ...]]) -> Tensor:
