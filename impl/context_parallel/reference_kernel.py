@@ -90,7 +90,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, visible: Tensor) 
     s = _scores(q, k, scale=scale, visible=visible)
     largest = s.amax(-1, keepdim=True)
     unseen = largest == -torch.inf  # queries that see no key
-    p = torch.exp(s - largest.masked_fill(unseen, 0.0))
+    p = (s - largest.masked_fill(unseen, 0.0)).exp_()
     total = p.sum(-1, keepdim=True)
     out = (p @ _heads(v, q.shape[2])) / total.masked_fill(unseen, 1.0)
     lse = (largest + total.log()).masked_fill(unseen, torch.inf)
