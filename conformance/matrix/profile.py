@@ -90,6 +90,8 @@ class Profile:
 
     description: shown by ``parity list``. programs: sequences of phases, by name.
     steps: at most this many steps of every scenario; None: all steps. rows: of a step; None: the scenario's.
+    steps_of: the same by shell patterns of SCENARIO/MODEL/PRECISION, of which the first that fits counts, instead of
+        ``steps``. Reports compare backends on cells that have all three of these in common, so their steps are equal.
     data: the file that scenarios read whose file names none.
     expected: by the name of a backend, shell patterns of links. A difference that a backend declares as expected counts
         only if its link is named here, or if the backend belongs to the suite.
@@ -98,6 +100,7 @@ class Profile:
     description: str
     cells: Annotated[tuple[CellTable, ...], Field(min_length=1)]
     steps: Count | None = None
+    steps_of: dict[str, Count] = Field(default_factory=dict)
     rows: Count | None = None
     data: FilePath | None = None
     programs: dict[str, Annotated[tuple[PlannedPhase, ...], Field(min_length=1)]] = Field(default_factory=dict)
@@ -281,13 +284,15 @@ def expand(
             scenario = load_scenario(file, data_overrides=data, **values)
             if profile.data and "path" not in data and scenario.data.path == DataConfig.path:
                 scenario = dataclasses.replace(scenario, data=dataclasses.replace(scenario.data, path=profile.data))
-            if first_steps := table.steps or profile.steps:
+            named = f"{scenario.name}/{scenario.model_name}/{precision}"
+            fitting_steps = (steps for pattern, steps in profile.steps_of.items() if fnmatch.fnmatch(named, pattern))
+            if first_steps := table.steps or next(fitting_steps, profile.steps):
                 scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
             for layout, chain in itertools.product(_phase_layouts(table), chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
                 phases = _phases(_program(profile, table.program), chain, layouts, scenario)
-                named = profile.expected.get(phases[0].backend.name, ())
-                cell = Cell(scenario=scenario, phases=phases, program=table.program, faults=faults, expected=named)
+                links = profile.expected.get(phases[0].backend.name, ())
+                cell = Cell(scenario=scenario, phases=phases, program=table.program, faults=faults, expected=links)
                 same = cells.setdefault(str(cell), cell)
                 if same == cell:
                     continue

@@ -8,18 +8,22 @@ tests/megatron_backend/test_megatron_muon.py.
 """
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from cells import BACKENDS, MICRO_BATCHES, cell_of, exhaustive, one_of_each_stage, slow, small
+from rl_fault_cells import LATER as RL_LATER
 from side_sample import NAMES, SCENARIO, Change, scaled, write_oracle, write_record
 
 from conformance.backends.faults import catalogue, needs_in_words, plant
 from conformance.backends.protocol import Backend
 from conformance.core.host import FIXTURES
 from conformance.judge.expected_differences import judge_cell
+from conformance.matrix.options import Selection
+from conformance.matrix.profile import select_cells
 from conformance.results.verdict import Verdict
 from conformance.runner import phases
 from conformance.runner.session import Session
@@ -149,6 +153,23 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, 
         assert any(finding.stage == "weight replicas" for finding in verdict.findings)
     if name == "dropped-last-token":  # what is counted is what was trained on, not what the batch holds
         assert any(finding.tensor == "token_count" for finding in verdict.findings)
+
+
+@pytest.mark.exhaustive
+def test_full_trains_for_as_many_steps_as_it_takes_to_see_each_fault() -> None:
+    """In each precision in which a fault is planted: with its scenario and backend, in a cell of some layout."""
+    longest: dict[tuple[str, str, str], int] = {}
+    for cell in select_cells(Selection(profile="full")):
+        for backend in {phase.backend.name for phase in cell.phases}:
+            key = backend, cell.scenario.name, cell.scenario.precision
+            longest[key] = max(longest.get(key, 0), cell.scenario.steps)
+    later = LATER | RL_LATER
+    for name, steps in later.items():
+        place = catalogue()[name].cells
+        tiers = {"exact", "fp32"} - place.unobservable.keys() if name not in BELOW else {BELOW[name]}
+        for backend, tier in itertools.product(place.layouts, tiers):
+            scenario = "sft-eps" if name == "clip-always" else place.scenario  # norms of both are below the bound late
+            assert longest[backend, scenario, tier] >= steps, (name, backend, tier)
 
 
 @pytest.mark.slow

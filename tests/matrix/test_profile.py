@@ -212,6 +212,46 @@ def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> 
     assert cell.scenario.steps == 5
 
 
+def test_the_first_pattern_that_fits_gives_the_steps_of_a_cell_unless_its_table_does(tmp_path: Path) -> None:
+    file = tmp_path / "tiers.toml"
+    file.write_text("""
+        description = "tiers"
+        steps = 4
+        steps_of = { "sft-sgd/llama/exact" = 3, "*/exact" = 2, "*/bf16" = 1 }
+        [[cells]]
+        scenarios = ["sft-sgd"]
+        models = ["llama", "qwen3"]
+        layouts = ["dp2"]
+        precisions = ["exact", "fp32", "bf16"]
+    """)
+
+    def steps() -> set[tuple[str, str, int]]:
+        cells = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+        return {(cell.scenario.model_name, cell.scenario.precision, cell.scenario.steps) for cell in cells}
+
+    assert {("llama", "exact", 3), ("qwen3", "exact", 2), ("llama", "fp32", 4), ("qwen3", "bf16", 1)} <= steps()
+    file.write_text(file.read_text() + "steps = 5\n")
+    assert {number for _, _, number in steps()} == {5}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_cells_that_are_compared_with_each_other_have_the_same_steps_and_rows(profile: str) -> None:
+    """Side by side, a cell of another oracle run is left out, and its group is incomplete."""
+    sizes: dict[tuple[str, str, str], set[tuple[int, int]]] = {}
+    for scenario in (cell.scenario for cell in cells_of(profile)):
+        key = scenario.name, scenario.model_name, scenario.precision
+        sizes.setdefault(key, set()).add((scenario.steps, scenario.data.rows))
+    assert {key: found for key, found in sizes.items() if len(found) > 1} == {}
+
+
+def test_full_draws_among_steps_in_every_exact_cell_and_begins_second_rollouts() -> None:
+    exact = [cell for cell in cells_of("full") if cell.scenario.precision == "exact"]
+    steps = {(cell.backend, cell.scenario.name, cell.scenario.model_name, cell.scenario.steps) for cell in exact}
+    assert set(itertools.product(BACKENDS, ("grpo", "ppo"), ("llama", "qwen3"), [5])) <= steps
+    # A phase of two steps has one step to draw from, so a backend could know which weights are not read.
+    assert {cell.scenario.name for cell in exact if not cell.program and cell.scenario.steps < 3} == {"sft-long"}
+
+
 def test_a_profile_may_choose_rows_and_the_data_of_scenarios_that_name_none() -> None:
     profile = dataclasses.replace(load_profile("full"), rows=6, data="data/varied_problems.jsonl")
     table = dataclasses.replace(profile.cells[0], models=("llama",), layouts=("dp2",), scenarios=("sft-packed", "grpo"))
