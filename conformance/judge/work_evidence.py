@@ -347,7 +347,7 @@ def why_unknown(phase: Record, scenario: Scenario) -> str:
         return "products were observed at the first step only"
     hidden = [step.step + 1 for step in phase.steps if is_unread("weight", step.line) and step.step + 1 in later]
     if hidden:
-        return f"products were observed at step {hidden[0]}, and the weights before it were not read; both are drawn"
+        return f"products were observed at step {hidden[0]}, and the weights before it were not read, as both are drawn"
     if not any(_shown_before(phase, step, scenario) for step in later):
         return "no weight is recorded whole"
     return "no weight that is recorded whole enters a product as it is"

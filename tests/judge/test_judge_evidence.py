@@ -59,7 +59,7 @@ def test_layers_compute_with_the_weights_that_are_shown(tmp_path: Path, precisio
     assert found(record, 1, honest, operands(record, 0, "a")) == [(1, other)]
     assert found(record, 1, operands(record, 0, "a", "b"), honest) == [(1, other)]
     assert found(record, 2, operands(record, 0, "a"), honest) == []  # weights after step 1 are not read
-    why = "products were observed at step 2, and the weights before it were not read; both are drawn"
+    why = "products were observed at step 2, and the weights before it were not read, as both are drawn"
     assert unproven([record], record.scenario, sizes=None) == [f"that {SHOWN} ({why})"]  # type: ignore[arg-type]
     assert found(record, 1, [], []) == []
     assert why_unknown(record, record.scenario) == "no weight that is recorded whole enters a product as it is"
