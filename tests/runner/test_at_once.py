@@ -22,6 +22,7 @@ from conformance.judge import cells as judging
 from conformance.judge.expected_differences import judge_cell
 from conformance.matrix.cell import Cell
 from conformance.models import synthetic
+from conformance.records import record_format
 from conformance.results.run_results import read_entry, read_output_json
 from conformance.results.verdict import Verdict
 from conformance.runner import attempt
@@ -100,6 +101,7 @@ def test_a_session_keeps_little_of_each_cell(session: Session) -> None:
         if number == 2:  # the first cells import and fill caches
             tracemalloc.start()
         assert session.run(cell).verdict.state == "conforms"
+        record_format._small_lines.cache_clear()  # it keeps no more than 256 records
         gc.collect()
         tensors = (one for one in gc.get_objects() if type(one) is torch.Tensor)
         kept.append(tracemalloc.get_traced_memory()[0] + sum(one.untyped_storage().nbytes() for one in tensors))
