@@ -254,8 +254,12 @@ NAMES = ("open", "json.loads", "TCPStore", ".listen", "create_server", "HTTPServ
 
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Where code writes through a link, reads JSON past the limits of read_json, or may listen at every address."""
+    last_parts = tuple(name.rpartition(".")[2] for name in NAMES)
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(NAMES):
+        if not isinstance(node, ast.Call):
+            continue
+        called = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
+        if not called.endswith(last_parts) or not ast.unparse(node.func).endswith(NAMES):  # which takes long
             continue
         text = ast.unparse(node)
         is_open = re.match(r"(os\.)?open\(|.*\.open\($", ast.unparse(node.func) + "(")
