@@ -58,7 +58,7 @@ def test_garbage_is_kept_in_a_process_of_the_suite_alone(copy: Path) -> None:
     """Not in a process of a user who calls a command, such as this one."""
     before = gc.get_freeze_count()
     assert cli.main(["report", str(copy)]) == 0
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before  # a kept object may be freed
     code = "import gc; from conformance.cli.main import main; main(); print(gc.get_freeze_count())"
     done = subprocess.run([sys.executable, "-c", code, "report", str(copy)], capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) > 10_000
