@@ -18,8 +18,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
+from importlib.machinery import PathFinder
 from importlib.metadata import distribution
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -271,7 +271,7 @@ def _sources(wanted: Environment, *, uv: bool) -> list[str]:
 
 
 def _pip(python: str) -> list[str]:
-    if find_spec("pip") is None:
+    if PathFinder.find_spec("pip") is None:  # util.find_spec would tell setuptools' finder that this process is pip
         raise Unmade(f"pip is not installed, which lists releases and resolves; run: {sys.executable} -m ensurepip")
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
 

@@ -263,6 +263,16 @@ def test_torch_for_cuda_is_never_installed_beside_cpu_torch(monkeypatch: pytest.
     environments._check_torch("torch==2.12.0\n")
 
 
+def test_finding_pip_leaves_distutils_to_setuptools() -> None:
+    """Which DeepSpeed and Megatron import in this process: setuptools fails after another distutils was imported."""
+    code = (
+        "import sys; from importlib.util import find_spec; from conformance.core import environments;"
+        "environments._pip(sys.executable); print(find_spec('distutils').origin)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "setuptools" in found
+
+
 def test_the_index_of_an_environment_is_read_beside_the_configured_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
