@@ -90,8 +90,17 @@ def sketched_above(requested: int | None, elements: int) -> float:
 
 
 def kept(tensors: Iterable[tuple[str, Tensor]], *, above: float) -> dict[str, Tensor]:
-    """Returns what a record keeps of each tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch."""
-    return on_cpu(part for name, tensor in tensors for part in _parts(name, tensor, above))
+    """Returns what a record keeps of each tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch.
+
+    Raises ValueError for a tensor without memory of its own, such as a DTensor. Where modes are disabled, torch would
+    read its memory all the same, and the process would end.
+    """
+    found = on_cpu(part for name, tensor in tensors for part in _parts(name, tensor, above))
+    for name, tensor in found.items():
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            kind = type(tensor).__name__
+            raise ValueError(f"{name} is a {kind}, which holds no numbers itself; give those of DTensor.full_tensor()")
+    return found
 
 
 def _parts(name: str, tensor: Tensor, above: float) -> Iterator[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from conformance.backends.protocol import Shard
 from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG
-from conformance.numerics.sketch import is_small, on_cpu, splitmix64, without_all_modes, without_modes
+from conformance.numerics.sketch import is_small, kept, on_cpu, splitmix64, without_all_modes, without_modes
 from conformance.runtime import mark
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE
 
@@ -225,15 +225,16 @@ def rows_on_first_rank(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     """Gathers the rows of all ranks on rank 0, and returns there those of the first rank that has each; empty on other
     ranks. Collective.
 
-    Rows of one dtype are sent end to end, because torch pickles each tensor as a file.
+    Rows of one dtype are sent end to end, because torch pickles each tensor as a file. Raises ValueError as ``kept``
+    does.
     """
+    copies = kept(rows.items(), above=math.inf)  # modes see subclasses, such as a row that still waits for other ranks
     by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
-    for name in sorted(rows):
-        by_dtype[rows[name].dtype].append(name)
+    for name in sorted(copies):
+        by_dtype[copies[name].dtype].append(name)
     with without_all_modes():
-        copies = on_cpu((name, row.detach()) for name, row in rows.items())
         sent = [
-            ([(name, rows[name].shape) for name in names], torch.cat([copies[name].flatten() for name in names]))
+            ([(name, copies[name].shape) for name in names], torch.cat([copies[name].flatten() for name in names]))
             for names in by_dtype.values()
         ]
         gathered: list[Any] = [[]] * dist.get_world_size()

@@ -50,6 +50,17 @@ def test_pieces_of_one_name_and_region_are_compared_on_all_ranks_that_hold_them(
     assert found == [{"offered": 9, "compared": 3, "differing": apart}] * 3
 
 
+def test_rows_that_wait_for_other_ranks_are_gathered_and_those_without_numbers_refused(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Neither ends the rank, as reading the memory of such a tensor does."""
+    first, second = in_ranks(pool, tmp_path, "gather_rows", ranks=2)
+    half = ["torch.float64", [0.5]]
+    assert first["found"] == {"logprob/0": ["torch.float32", [3.0] * 3], "logprob/1": half, "logprob/2": half}
+    assert second["found"] == {}
+    assert first["error"].startswith("logprob/0 is a DTensor, which holds no numbers itself")
+
+
 def test_the_furthest_copy_counts(pool: Pool, tmp_path: Path) -> None:
     held = [[("w", "full", [number] * 4)] for number in (2.0, 3.0, 2.5)]
     (first, *_) = in_ranks(pool, tmp_path, "compare_pieces", ranks=3, held=held)

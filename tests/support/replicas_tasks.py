@@ -35,3 +35,21 @@ def drift_apart(context: RankContext, *, pieces: int, size: int, copied_at_once:
     with mock.patch.object(rank_state, "COPIED_AT_ONCE", copied_at_once):
         peak = peak_above(lambda: found.append(rank_state.compare({"weight": source})))
     return {"differing": len(found[0]["weight"].differing), "walks": walks, "peak": peak}
+
+
+def gather_rows(context: RankContext) -> dict[str, Any]:
+    """What rank 0 gets of a row that still waits for other ranks, and what is said of one that holds no numbers."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    row = all_reduce(torch.full((3,), 1.0 + context.rank), "sum", mesh)
+    assert isinstance(row, AsyncCollectiveTensor)
+    own = {"logprob/0": row, f"logprob/{1 + context.rank}": torch.tensor([0.5], dtype=torch.float64)}
+    found = {name: (str(t.dtype), t.tolist()) for name, t in rank_state.rows_on_first_rank(own).items()}
+    try:
+        rank_state.rows_on_first_rank({"logprob/0": distribute_tensor(torch.ones(3), mesh, [Replicate()])})
+    except ValueError as error:
+        return {"found": found, "error": str(error)}
+    return {"found": found, "error": ""}
