@@ -65,7 +65,10 @@ _ENVIRONMENTS = 3  # number of environments whose bytecode is kept, the last one
 _STATUS = struct.Struct("i")
 _TICK_S = 0.002
 _SEND_LIMIT_S = 0.1
-_MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # the parameters of mallopt(3)
+# glibc raises these two limits to these values at most, when large blocks are freed. Until then ranks get memory from
+# the kernel for each tensor above 128 KiB, and give it back: a tenth of their processor time. By variable: the
+# parameter of mallopt(3), and its value.
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": (-1, 64 * 2**20), "MALLOC_MMAP_THRESHOLD_": (-3, 32 * 2**20)}
 
 
 class Forked:
@@ -292,10 +295,7 @@ def environment(device: Device | None = None, *, is_other: bool = False) -> dict
         # In half precision oneDNN compiles a kernel for each shape, which takes milliseconds. It keeps 1024 by default,
         # and the documents of an oracle's run have more shapes than that; a kernel takes up to 0.7 MiB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096"),
-        # glibc raises these two limits to these values at most, when large blocks are freed. Until then ranks get
-        # memory from the kernel for each tensor above 128 KiB, and give it back: a tenth of their processor time.
-        "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20)),
-        "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", str(64 * 2**20)),
+        **{variable: os.environ.get(variable, str(value)) for variable, (_, value) in _MALLOC.items()},
         # Each rank that compiles starts as many compiler processes as there are processors, up to 32.
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
             "TORCHINDUCTOR_COMPILE_THREADS", str(min(4, len(os.sched_getaffinity(0))))
@@ -489,8 +489,9 @@ def _leave_controller() -> None:
     sys.stdout, sys.stderr = (io.TextIOWrapper(one, "utf-8", "backslashreplace", write_through=True) for one in raw)
     sys.modules["__main__"], sys.argv[:] = sys.modules[__name__], [__spec__.name]
     libc = ctypes.CDLL(None)
-    for variable, parameter in _MALLOC.items():
-        libc.mallopt(parameter, int(os.environ[variable]))
+    for variable, (parameter, value) in _MALLOC.items():
+        if os.environ[variable] == str(value):  # any other value is the user's, which the controller began with
+            libc.mallopt(parameter, value)
 
 
 def _serve(control_end: socket.socket) -> None:

@@ -191,6 +191,15 @@ def test_forked_preload_server_leaves_nothing_of_its_controller_to_ranks(tmp_pat
     assert found["Popen"]["blocks that malloc maps"] == 0
 
 
+def test_controller_is_forked_whatever_limit_of_malloc_its_user_sets(tmp_path: Path) -> None:
+    """glibc has read it when the controller began. A limit that is no number made the fork end at once."""
+    limits = {"MALLOC_TRIM_THRESHOLD_": "", "MALLOC_MMAP_THRESHOLD_": "131072k"}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", OWN, "alone"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **path, **limits}, capture_output=True, check=True)
+    assert json.loads(done.stdout)[0] == "_ForkOfController"
+
+
 def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp_path: Path) -> None:
     broken = WorkerGroupConfig(size=2, device="cpu", preload=("no_such_adapter",))
     with Pool(work_dir=tmp_path) as pool:
