@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser(arguments).parse_args(arguments)
         options.arguments = arguments[1:]
         options.began = process_start() if argv is None else None
+        if options.began is not None:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a supervisor has it ignored, children have no status
         code = _exit_code(options)
     if options.began is not None:
         gc.freeze()  # or Python looks for garbage once more, and takes apart all that the system frees at once

@@ -6,6 +6,7 @@ Runs in this process, on the backend of plain_backend.py, which starts fast; its
 import gc
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,13 @@ def test_garbage_is_kept_in_a_process_of_the_suite_alone(copy: Path) -> None:
     code = "import gc; from conformance.cli.main import main; main(); print(gc.get_freeze_count())"
     done = subprocess.run([sys.executable, "-c", code, "report", str(copy)], capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) > 10_000
+
+
+def test_children_have_status_where_a_supervisor_ignores_them(copy: Path) -> None:
+    code = "import signal; from conformance.cli.main import main; main(); print(signal.getsignal(signal.SIGCHLD).name)"
+    command = shlex.join([sys.executable, "-c", code, "report", str(copy)])
+    done = subprocess.run(["sh", "-c", f"trap '' CHLD; exec {command}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "SIG_DFL"
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
