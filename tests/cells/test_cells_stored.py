@@ -12,9 +12,10 @@ from cells import cell_of, record_of, session_with, slow
 from conformance.backends.faults import catalogue
 from conformance.judge.stored_updates import ROUNDED
 from conformance.matrix.cell import Handover
+from conformance.records.step_tensors import read_record
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import FLOAT64, PrecisionName
 from impl.faults.rounding import ROUNDING_FAULTS
 from impl.fsdp2 import adapter
 
@@ -56,6 +57,8 @@ def test_bf16_masters_of_deepspeed_conform(session: Session, layout: str, clip: 
     verdict = session.run(cell).verdict
     assert verdict.state == "conforms", verdict.reason
     assert "not judged: single rows after the first update" in verdict.reason
+    norms = [step.value("grad_norm") for step in read_record(session._oracles.folder(cell) / FLOAT64).steps]
+    assert min(norm or 0.0 for norm in norms) > clip
 
 
 @pytest.mark.parametrize("layout", ["dp2", slow("dp1"), slow("dp2.rep2"), slow("tp2"), slow("dp2.tp2")])
