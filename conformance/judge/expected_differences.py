@@ -136,7 +136,8 @@ def explained(
     for bug in (one for one in bugs if stage in one.stages or (step > 0 and one.stages == UPDATES)):
         by = judge.by(conventions, (bug,))
         left = {q.stage for q in by.findings}
-        if by.state == "infrastructure" or not left <= set(bug.beside):
+        explained_stages = {q.stage for q in verdict.findings} - left  # none if a lost micro-batch has no target token
+        if by.state == "infrastructure" or not left <= set(bug.beside) or not explained_stages:
             continue
         but = f" but {' and '.join(sorted(left))}" if left else ""
         hint = f"agrees in all stages{but} with {bug.words}"

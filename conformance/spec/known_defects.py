@@ -189,7 +189,8 @@ class LostMicroBatches:
 
     @property
     def words(self) -> str:
-        return f"{self.of} without {self.lost} of an accumulation"
+        kept = "without the last micro-batch" if self.lost == "the last micro-batch" else "of only the last micro-batch"
+        return f"{self.of} {kept} of an accumulation"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -277,7 +278,7 @@ def bugs(scenario: Scenario, layout: Layout) -> tuple[Bug, ...]:
     if o.kind == "sft":
         found.append(TrainedPrompts())
     if isinstance(o, Grpo) and o.adv_estimator == "grpo" and o.norm_adv_by_std_in_grpo:
-        found += [AdvantagesOfAll(centred=centred) for centred in (True, False)]
+        found += [AdvantagesOfAll(centred=centred) for centred in (False, True)]
     if optimizer.max_grad_norm and layout.data > 1:
         clipped: Any = {"ranks": layout.data, "max_norm": optimizer.max_grad_norm}
         found += [ClippedBeforeReduction(averaged=averaged, **clipped) for averaged in (True, False)]

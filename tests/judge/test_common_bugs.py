@@ -16,7 +16,7 @@ from conformance.matrix.cell import Cell
 from conformance.oracle.optimizer import clip, global_norm
 from conformance.results.verdict import Verdict
 from conformance.runner.session import Session
-from conformance.spec.known_defects import Bug, ClippedBeforeReduction, LostMicroBatches, bugs
+from conformance.spec.known_defects import AdvantagesOfAll, Bug, ClippedBeforeReduction, LostMicroBatches, bugs
 from conformance.spec.layout import Layout
 
 
@@ -87,6 +87,33 @@ def test_a_bug_is_named_where_its_norm_is_that_of_one_rank(tmp_path: Path, sft: 
     bug = next(one for one in SFT_BUGS if isinstance(one, ClippedBeforeReduction))
     verdict = judged(sft, tmp_path / "cell", bug, SFT_BUGS, scaled={"grad_norm": 3.0})
     assert verdict.findings[0].hint == f"agrees in all stages but gradient norm with {bug.words}"
+
+
+def test_a_bug_that_changes_nothing_is_not_named(tmp_path: Path) -> None:
+    """The last of six rows, which is the last micro-batch, has no targets in the first step."""
+    runs = OracleRuns(cell_of("core-sft-decay", "dp1", steps=1, rows=6, accumulation=6), tmp_path)
+    lost = tuple(one for one in bugs(runs.cell.scenario, Layout()) if isinstance(one, LostMicroBatches))
+    as_cell(runs.record(), tmp_path / "cell", runs.cell, scaled={"logprob": 1 + 1e-6})
+    options: Any = {"oracles": runs.folder, "observables": runs.record().observables, "conventions": ()}
+    verdict = judge_cell(str(runs.cell), [tmp_path / "cell"], known=(), **options)
+    assert {q.stage for q in verdict.findings} == {"log-probs"}
+    verdict = explained(verdict, str(runs.cell), [tmp_path / "cell"], candidates=(), means=(), bugs=lost, **options)
+    assert "agrees in all stages" not in verdict.reason
+
+
+def test_of_two_bugs_that_give_the_same_numbers_the_smaller_one_is_named(tmp_path: Path) -> None:
+    """Where the means of all groups are equal, no record tells whether the mean of the rollout was subtracted."""
+    runs = OracleRuns(cell_of("core-grpo-std", "dp1", **GRPO), tmp_path)
+    left = {0.0: [0.0, 0.0, 1.0, 1.0], 1.0: [0.25, 0.25, 0.75, 0.75]}
+    rows = []
+    for row in runs.batches[0].rows:
+        (document,) = row.documents
+        reward = left[float(str(document.columns["group"]))].pop()
+        rows.append(replace(row, documents=(replace(document, columns={**document.columns, "reward": reward}),)))
+    batch = replace(runs.batches[0], rows=tuple(rows))
+    runs.batches = [replace(batch, rollout=(batch,))]
+    verdict = judged(runs, tmp_path / "cell", AdvantagesOfAll(centred=True), GRPO_BUGS)
+    assert verdict.findings[0].hint == f"agrees in all stages with {AdvantagesOfAll(centred=False).words}"
 
 
 # --- the oracle with a bug, by formulas of its own --------------------------------------------------------------------
