@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from conftest import make_cell
 from oracle_cells import OracleRuns, as_cell
 
 from conformance.backends.protocol import BackendEntry
+from conformance.judge import cells as judging
 from conformance.judge.expected_differences import explained, judge_cell
 from conformance.matrix.cell import Cell
 from conformance.oracle.optimizer import clip, global_norm
 from conformance.results.verdict import Verdict
 from conformance.runner.session import Session
-from conformance.spec.known_defects import AdvantagesOfAll, Bug, ClippedBeforeReduction, LostMicroBatches, bugs
+from conformance.spec.known_defects import AdvantagesOfAll, Bug, ClippedBeforeReduction, LostMicroBatches, MeanOfMeans, bugs
 from conformance.spec.layout import Layout
 
 
@@ -114,6 +116,12 @@ def test_of_two_bugs_that_give_the_same_numbers_the_smaller_one_is_named(tmp_pat
     runs.batches = [replace(batch, rollout=(batch,))]
     verdict = judged(runs, tmp_path / "cell", AdvantagesOfAll(centred=True), GRPO_BUGS)
     assert verdict.findings[0].hint == f"agrees in all stages with {AdvantagesOfAll(centred=False).words}"
+
+
+def test_a_cell_that_is_judged_again_is_compared_with_the_same_bugs() -> None:
+    variants = [SimpleNamespace(defects=(one,)) for one in (MeanOfMeans(parts=2, of=("ranks",)), *SFT_BUGS)]
+    entry: Any = SimpleNamespace(cell="a/llama/b/dp1/exact", expected=(), conventions=(), variants=variants)
+    assert tuple(judging._candidates(entry)["bugs"]) == SFT_BUGS
 
 
 # --- the oracle with a bug, by formulas of its own --------------------------------------------------------------------
