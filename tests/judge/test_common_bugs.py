@@ -18,7 +18,14 @@ from conformance.matrix.cell import Cell
 from conformance.oracle.optimizer import clip, global_norm
 from conformance.results.verdict import Verdict
 from conformance.runner.session import Session
-from conformance.spec.known_defects import AdvantagesOfAll, Bug, ClippedBeforeReduction, LostMicroBatches, MeanOfMeans, bugs
+from conformance.spec.known_defects import (
+    AdvantagesOfAll,
+    Bug,
+    ClippedBeforeReduction,
+    LostMicroBatches,
+    MeanOfMeans,
+    bugs,
+)
 from conformance.spec.layout import Layout
 
 

@@ -19,6 +19,7 @@ from conformance.backends.faults import catalogue
 from conformance.backends.protocol import Unsupported
 from conformance.backends.registry import adapter_of
 from conformance.core.packages import is_installed
+from conformance.judge import layout_evidence
 from conformance.judge.step_evidence import Step
 from conformance.judge.work_evidence import _away_from_zero, remainder_claim
 from conformance.matrix.cell import Cell
@@ -26,7 +27,7 @@ from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.spec.layout import Layout
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import BF16, PrecisionName
 from conformance.worker.evidence import Watch
 from conformance.worker.transformer_engine import FUSED_ADAM
 from impl.faults.declaration import with_program
@@ -177,6 +178,17 @@ def test_all_masters_are_parameters_and_remainders(updates: list[Any], holds: bo
     assert remainder_claim(Step(step.ranks, rows=(), skipped=True), 100)[1]
     # Of 90 numbers, each of two tensor-parallel ranks holds and updates 10: these may not stand in for others.
     assert remainder_claim(step, 90, copies=10)[1] is holds
+
+
+@pytest.mark.parametrize(("layout", "due"), [("dp2.zero1", 100), ("tp2.zero1", 110), ("dp2.tp4.zero1", 130)])
+def test_norms_are_due_on_every_tensor_parallel_rank(monkeypatch: pytest.MonkeyPatch, layout: str, due: int) -> None:
+    for name in ("work_claims", "exchange_claims", "_trained"):
+        monkeypatch.setattr(layout_evidence, name, lambda *_, **__: ())
+    sizes: Any = SimpleNamespace(gradients=100, norms=10, experts=(), linear=None, layers=1, sums=1)
+    scenario: Any = SimpleNamespace(accumulation=1, tier=SimpleNamespace(compute=BF16))
+    step = Step([{}], rows=())
+    [(_, _, where)] = layout_evidence._work(Layout.parse(f"{layout}.remainders"), step, scenario, sizes, stage=None)
+    assert where.startswith(f"requested {due} numbers")
 
 
 @pytest.fixture(scope="module")
