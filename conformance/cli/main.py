@@ -7,6 +7,7 @@ were judged than required, or the output folder is not writable). A run that a s
 """
 
 import argparse
+import contextlib
 import errno
 import gc
 import io
@@ -24,7 +25,7 @@ from conformance.core import packages
 from conformance.core.errors import Parser, UsageError, limited, shown
 from conformance.core.io import Unwritable, visible_output
 from conformance.core.packages import Command, announced_commands, load_command
-from conformance.core.process import import_uncollected, stop_code
+from conformance.core.process import ended_by_interrupt, import_uncollected, stop_code
 from conformance.core.timeline import process_start
 from conformance.matrix.options import (
     GROUPS,
@@ -178,9 +179,9 @@ class Declared:
         is_own = options.began is not None  # whether this process belongs to the suite
         if self.name in STARTING:  # ranks import what this process imports
             (fork_ahead if is_own else import_ahead)(("transformers",))
-        run: Callable[[argparse.Namespace], int] = getattr(
-            import_uncollected(f"conformance.cli.{self.module}"), f"{self.name}_command"
-        )
+        with ended_by_interrupt() if is_own else contextlib.nullcontext():
+            module = import_uncollected(f"conformance.cli.{self.module}")
+        run: Callable[[argparse.Namespace], int] = getattr(module, f"{self.name}_command")
         if is_own:
             gc.freeze()  # what was imported is never garbage; a user's process may have garbage, which would be kept
         return run(options)

@@ -45,6 +45,7 @@ from conformance.core.process import (
     adopt_orphans,
     children,
     effort,
+    ended_by_interrupt,
     signal_process,
     thread_count,
     uncollected,
@@ -269,7 +270,8 @@ def fork_ahead(packages: Sequence[str]) -> None:
     before = dict(os.environ)
     os.environ.update(environment())  # libraries read some of it when they are imported
     try:
-        _import([*COMMON, *(SHARED[package] for package in packages)])
+        with ended_by_interrupt():
+            _import([*COMMON, *(SHARED[package] for package in packages)])
         if thread_count() == 1:
             _preload_server = _PreloadServer(fork_without=inherited)
     finally:

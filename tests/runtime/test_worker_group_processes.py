@@ -200,6 +200,29 @@ def test_controller_is_forked_whatever_limit_of_malloc_its_user_sets(tmp_path: P
     assert json.loads(done.stdout)[0] == "_ForkOfController"
 
 
+LOSING = """
+import os, signal, sys
+from conformance.runtime import preload_server
+class Losing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "losing":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                pass  # as in the imports of torch, whose code in C clears exceptions
+sys.meta_path.insert(0, Losing())
+preload_server.COMMON = ("losing",)
+preload_server.fork_ahead(())
+print("goes on")
+"""
+
+
+def test_interrupt_that_an_import_loses_ends_the_run() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", LOSING], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "parity: interrupted\n")
+
+
 def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp_path: Path) -> None:
     broken = WorkerGroupConfig(size=2, device="cpu", preload=("no_such_adapter",))
     with Pool(work_dir=tmp_path) as pool:
