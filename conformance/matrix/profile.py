@@ -92,6 +92,7 @@ class Profile:
     steps: at most this many steps of every scenario; None: all steps. rows: of a step; None: the scenario's.
     steps_of: the same by shell patterns of SCENARIO/MODEL/PRECISION, of which the first that fits counts, instead of
         ``steps``. Reports compare backends on cells that have all three of these in common, so their steps are equal.
+        A user's model has the most steps that the scenario has there with any of the profile's models.
     data: the file that scenarios read whose file names none.
     expected: by the name of a backend, shell patterns of links. A difference that a backend declares as expected counts
         only if its link is named here, or if the backend belongs to the suite.
@@ -284,9 +285,7 @@ def expand(
             scenario = load_scenario(file, data_overrides=data, **values)
             if profile.data and "path" not in data and scenario.data.path == DataConfig.path:
                 scenario = dataclasses.replace(scenario, data=dataclasses.replace(scenario.data, path=profile.data))
-            named = f"{scenario.name}/{scenario.model_name}/{precision}"
-            fitting_steps = (steps for pattern, steps in profile.steps_of.items() if fnmatch.fnmatch(named, pattern))
-            if first_steps := table.steps or next(fitting_steps, profile.steps):
+            if first_steps := table.steps or _steps_of(profile, scenario, is_users=bool(overrides.model)):
                 scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
             for layout, chain in itertools.product(_phase_layouts(table), chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
@@ -304,6 +303,18 @@ def expand(
                     )
                 cells[str(cell)] = max(same, cell, key=lambda one: (one.scenario.steps, one.scenario.data.rows))
     return [cells[name] for name in sorted(cells, key=lambda name: (cells[name].backend, cells[name].world_size, name))]
+
+
+def _steps_of(profile: Profile, scenario: Scenario, *, is_users: bool) -> int | None:
+    """Returns the steps of a scenario in a profile; None: all. A user's model has the most that any model has there."""
+    models = {name for table in profile.cells for name in table.models} if is_users else {scenario.model_name}
+    most = 0
+    for named in (f"{scenario.name}/{model}/{scenario.precision}" for model in models):
+        fitting = (steps for pattern, steps in profile.steps_of.items() if fnmatch.fnmatch(named, pattern))
+        if (steps := next(fitting, profile.steps)) is None:
+            return None
+        most = max(most, steps)
+    return most
 
 
 def _phase_layouts(table: CellTable) -> list[str]:

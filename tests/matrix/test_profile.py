@@ -225,11 +225,12 @@ def test_the_first_pattern_that_fits_gives_the_steps_of_a_cell_unless_its_table_
         precisions = ["exact", "fp32", "bf16"]
     """)
 
-    def steps() -> set[tuple[str, str, int]]:
-        cells = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    def steps(model: str | None = None) -> set[tuple[str, str, int]]:
+        cells = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides(model=model))
         return {(cell.scenario.model_name, cell.scenario.precision, cell.scenario.steps) for cell in cells}
 
     assert {("llama", "exact", 3), ("qwen3", "exact", 2), ("llama", "fp32", 4), ("qwen3", "bf16", 1)} <= steps()
+    assert {("gemma3", "exact", 3), ("gemma3", "bf16", 1)} <= steps("models/gemma3")  # a user's model: the most
     file.write_text(file.read_text() + "steps = 5\n")
     assert {number for _, _, number in steps()} == {5}
 
