@@ -137,7 +137,7 @@ def explained(
         by = judge.by(conventions, (bug,))
         left = {q.stage for q in by.findings}
         explained_stages = {q.stage for q in verdict.findings} - left  # none if a lost micro-batch has no target token
-        if by.state == "infrastructure" or not left <= set(bug.beside) or not explained_stages:
+        if by.state == "infrastructure" or not left <= set(bug.may_differ) or not explained_stages:
             continue
         but = f" but {' and '.join(sorted(left))}" if left else ""
         hint = f"agrees in all stages{but} with {bug.words}"

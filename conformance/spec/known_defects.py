@@ -162,7 +162,7 @@ class ClippedBeforeReduction:
     max_norm: float
 
     stages: ClassVar[tuple[str, ...]] = ("gradients",)
-    beside: ClassVar[tuple[str, ...]] = ("gradient norm",)  # a rank may report that of its own gradients
+    may_differ: ClassVar[tuple[str, ...]] = ("gradient norm",)  # a rank may report that of its own gradients
 
     @property
     def words(self) -> str:
@@ -185,7 +185,7 @@ class LostMicroBatches:
     micro_batches: Several
 
     stages: ClassVar[tuple[str, ...]] = ("log-probs", "loss", "gradients")
-    beside: ClassVar[tuple[str, ...]] = (CONFIGURATION.stage, "log-probs")  # of rows that ranks may or may not compute
+    may_differ: ClassVar[tuple[str, ...]] = (CONFIGURATION.stage, "log-probs")  # ranks may skip lost rows
 
     @property
     def words(self) -> str:
@@ -200,7 +200,7 @@ class TrainedPrompts:
     kind: Literal["trained-prompts"] = "trained-prompts"
 
     stages: ClassVar[tuple[str, ...]] = ("log-probs", "loss", "gradients")
-    beside: ClassVar[tuple[str, ...]] = (CONFIGURATION.stage, "log-probs")  # ranks may show those of targets only
+    may_differ: ClassVar[tuple[str, ...]] = (CONFIGURATION.stage, "log-probs")  # ranks may show those of targets only
     words: ClassVar[str] = "training on all tokens, prompts as well as answers"
 
 
@@ -213,7 +213,7 @@ class AdvantagesOfAll:
     centred: bool
 
     stages: ClassVar[tuple[str, ...]] = ("advantages",)
-    beside: ClassVar[tuple[str, ...]] = ()
+    may_differ: ClassVar[tuple[str, ...]] = ()
 
     @property
     def words(self) -> str:
@@ -235,7 +235,7 @@ class L2Decay:
     everything: bool
 
     stages: ClassVar[tuple[str, ...]] = UPDATES
-    beside: ClassVar[tuple[str, ...]] = ()
+    may_differ: ClassVar[tuple[str, ...]] = ()
 
     @property
     def words(self) -> str:
@@ -251,7 +251,7 @@ class LostDecay:
     of: Literal["the embedding", "the embedding and the output head", "any parameter"]
 
     stages: ClassVar[tuple[str, ...]] = UPDATES
-    beside: ClassVar[tuple[str, ...]] = ()
+    may_differ: ClassVar[tuple[str, ...]] = ()
 
     @property
     def words(self) -> str:
@@ -264,7 +264,7 @@ Bug = ClippedBeforeReduction | LostMicroBatches | TrainedPrompts | AdvantagesOfA
 def bugs(scenario: Scenario, layout: Layout) -> tuple[Bug, ...]:
     """Returns common bugs that could change a cell.
 
-    stages: where such a bug can be found first, if the first step is read. beside: stages that may differ from the
+    stages: where such a bug can be found first, if the first step is read. may_differ: stages that may differ from the
     oracle with the bug, because trainers with the bug differ there. words: what a trainer with the bug does.
     """
     o, optimizer, found = scenario.objective, scenario.optimizer, list[Bug]()
